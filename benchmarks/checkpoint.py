@@ -48,9 +48,8 @@ def make_engine(preset: str, device: torch.device, batch: int) -> Engine:
 
 def tensors_of(engine: Engine) -> dict[str, torch.Tensor]:
     """What a checkpoint holds, by name: views of the engine's own state."""
-    kinds = ("weight", *engine.core.rule.states)
-    return {f"{segment.kind}/{slot.name}/{offset}": segment.fetch()
-            for slot, offset, segment in engine.core.state.segments_to_save(kinds)}
+    return {f"{kind}/{slot.name}": bucket.master_state.view(kind)[slot.offset:slot.end]
+            for bucket in engine.core.all_buckets for kind in bucket.master_state.kinds for slot in bucket.layout.slots}
 
 
 class Contenders:

@@ -72,8 +72,8 @@ def console_line(text: str) -> None:
 
 
 def checkpoint_list(text: str) -> str:
-    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, nbytes=1)
-    return f"{checkpoint._tag_line(found)}\n"
+    found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, nbytes=1, history=())
+    return f"{checkpoint._tag_text(found, {}, None)}\n"
 
 
 def webtext_stage(text: str) -> str:

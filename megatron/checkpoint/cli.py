@@ -48,8 +48,7 @@ def list_tags(root: Path, tag: str | None) -> None:
     choice = choose_tag(root) if manifests or latest is not None else None
     used = records.get(choice.first) if choice is not None else None
     for name, manifest in manifests.items():
-        print(_tag_line(manifest) + _branch_text(manifest, records, used)
-              + "  damaged" * (name in damaged) + "  latest" * (name == latest))
+        print(_tag_text(manifest, records, used) + "  damaged" * (name in damaged) + "  latest" * (name == latest))
     sys.stdout.flush()
     for name, error in damaged.items():
         print(f"warning: {escape_to_one_line(error)}" + "  latest" * (name == latest and name not in manifests),
@@ -70,19 +69,15 @@ def list_tags(root: Path, tag: str | None) -> None:
         print_to_stderr(choice.warning)
 
 
-def _tag_line(manifest: Manifest) -> str:
-    layout = " ".join(f"{key}={value}" for key, value in manifest.layout.items())
-    return escape_to_one_line(f"{manifest.tag}  iteration {manifest.iteration}  {layout}  {manifest.nbytes} bytes")
-
-
-def _branch_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:
-    """The parent tag, and whether the tag is on another branch than `used`, which a load uses."""
-    text = ""
+def _tag_text(record: Manifest, records: Mapping[str, Manifest], used: Manifest | None) -> str:
+    """Content, parent tag, and whether the tag is on another branch than `used`, which a load uses."""
+    layout = " ".join(f"{key}={value}" for key, value in record.layout.items())
+    text = escape_to_one_line(f"{record.tag}  iteration {record.iteration}  {layout}  {record.nbytes} bytes")
     if record.history:
         parent = record.history[-1]
         saved = records.get(parent.tag)
         there = saved is not None and (saved.branch, saved.commit) == (parent.branch, parent.commit)
-        text = f"  after {parent.tag}" + ("" if there else " (not in this folder)")
+        text += f"  after {parent.tag}" + ("" if there else " (not in this folder)")
     is_other = used is not None and not used.descends_from(record) and not record.descends_from(used)
     return text + ("  other branch" if is_other else "")
 
@@ -109,7 +104,7 @@ def verify_tags(root: Path, tag: str | None) -> None:
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.convert.export_huggingface import export_huggingface
-    from megatron.checkpoint.convert.external_checkpoint import import_weights, quantise_checkpoint
+    from megatron.checkpoint.convert.external_checkpoint import save_weights
     from megatron.checkpoint.convert.importers import open_external_checkpoint
     from megatron.checkpoint.reader import open_checkpoint
 
@@ -121,14 +116,14 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
             for path in export_huggingface(checkpoint, output):
                 print(f"{path}: {path.stat().st_size} bytes")
             return
-        report = quantise_checkpoint(checkpoint, output)
+        report = save_weights(checkpoint, output, quantise=True)
     else:
         found = open_external_checkpoint(source, options.vocab_size, options.num_attention_heads,
                                          options.checkpoint_version)
         if options.dtype is None:
             for note in found.notes:
                 print(f"note: {found.where}: {note}")
-            report, shape = import_weights(found, output), found.model
+            report, shape = save_weights(found, output), found.model
             parameters = sum(map(prod, found.shapes.values()))
             print(f"{output}: {report.tag} with {parameters} parameters: --num-layers {shape.num_layers} "
                   f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
@@ -136,7 +131,7 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
                   f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
                   "--finetune")
             return
-        report = import_weights(found, output, quantise=True)
+        report = save_weights(found, output, quantise=True)
     print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
 
 

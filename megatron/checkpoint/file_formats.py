@@ -132,18 +132,6 @@ class TensorLocation:
     start: int  # offset of its first byte in the file
 
 
-def build_header(tensors: Mapping[str, tuple[str, tuple[int, ...]]], metadata: Mapping[str, str] = {}) -> bytes:
-    """The header of a safetensors file with these tensors (key -> dtype, shape), in this order."""
-    entries: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
-    end = 0
-    for key, (dtype, shape) in tensors.items():
-        start, end = end, end + prod(shape) * DTYPE_BITS[dtype] // 8
-        entries[key] = {"dtype": dtype, "shape": list(shape), "data_offsets": [start, end]}
-    text = json.dumps(entries, separators=(",", ":")).encode()
-    text += b" " * (-len(text) % 8)  # data starts aligned
-    return len(text).to_bytes(8, "little") + text
-
-
 def read_header(file: IO[bytes], where: str) -> tuple[dict[str, TensorLocation], dict[str, str]]:
     """(tensors, metadata) from the checked header of a safetensors file opened at its beginning."""
     size = os.fstat(file.fileno()).st_size

@@ -163,11 +163,15 @@ class Manifest(CommitRecord):
         """Number of ranks that wrote it."""
         return int(self.layout["tp"] * self.layout["dp"])
 
-    def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[int, int] | None:
-        """(offset, count) of the tensor's elements that `rank` writes; None if there are none."""
+    def piece_of_rank(self, tensor: TensorEntry, rank: int) -> tuple[str, int, int] | None:
+        """(key, offset, count) of the tensor's elements that `rank` writes; None if there are none."""
         shard, tp_rank = divmod(rank, self.layout["tp"])
+        start, shard_size = tensor.dp_sharding.start, tensor.dp_sharding.shard_size
+        low, high = max(shard * shard_size - start, 0), min((shard + 1) * shard_size - start, tensor.numel)
         # A replicated tensor is stored once, under tensor-parallel rank 0: its tp_size is 1.
-        return tensor.dp_sharding.piece_in_shard(shard, tensor.numel) if tp_rank < tensor.sharding.tp_size else None
+        if low >= high or tp_rank >= tensor.sharding.tp_size:
+            return None
+        return piece_key(tensor.kind, tensor.name, tp_rank, low), low, high - low
 
     def tensors_as_json(self) -> list[dict[str, Any]]:
         return [{"kind": tensor.kind, "name": tensor.name, "dtype": tensor.dtype, "sharding": asdict(tensor.sharding),

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
 from dataclasses import astuple, dataclass
-from functools import cached_property, partial
+from functools import cache, cached_property, partial
 from hashlib import sha256
 from math import prod
 from pathlib import Path
@@ -21,15 +21,15 @@ import torch
 from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from data.storage import staged_file
 from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
-from megatron.checkpoint.file_formats import check_field, explain_read_errors, reraise_as_corrupt
+from megatron.checkpoint.file_formats import check_field, reraise_as_corrupt
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
-from megatron.checkpoint.manifest import (LATEST, MANIFEST, RANK_0_FILES, SHARED_STATE_FILE, Manifest, RankManifest,
-                                          TensorEntry, piece_key, rank_manifest_name, read_manifest_end,
+from megatron.checkpoint.manifest import (LATEST, MANIFEST, RANK_0_FILES, SHARED_STATE_FILE, Manifest, TensorEntry,
+                                          piece_key, rank_manifest_name, read_manifest_end,
                                           read_rank_manifest, read_shared_state)
 from megatron.checkpoint.reshard import TensorSegment, TPSlice
-from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, write_tensors
-from megatron.checkpoint.tags import TagChoice, choose_tag, print_to_stderr, read_tag_manifest, tag_folder
+from megatron.checkpoint.safetensors_io import FileTensor, SafetensorsReader, file_parts, write_parts
+from megatron.checkpoint.tags import TagChoice, choose_tag, print_to_stderr, tag_folder
 from megatron.checkpoint.verify import verify_share, warn_of_unknown_files
 from megatron.config.tree import ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks, on_rank_0, sum_over_ranks
@@ -37,15 +37,17 @@ from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import SOLO, Group
 
 
-def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = SOLO, fallback: bool = False,
-                    int8: bool = False) -> Checkpoint:
-    """Open `tag`, or the tag that `latest` names, after verifying every byte of it.
+def open_checkpoint(root: str | Path, tag: str | TagChoice | None = None, *, world: Group = SOLO,
+                    fallback: bool = False, int8: bool = False) -> Checkpoint:
+    """Open a tag after verifying every byte of it: `tag`, or what `choose_tag` chose before; None: the tag that
+    `latest` names.
 
     Collective over `world`: the ranks share the verification, and all succeed or all raise the same error. With
     `fallback` a damaged tag is replaced by its newest intact ancestor, and a warning says why. `int8` accepts
     int8 weights, which are otherwise refused."""
     folder = Path(root)
-    choice = TagChoice(*on_rank_0(lambda: astuple(choose_tag(folder, tag)), world))
+    choice = tag if isinstance(tag, TagChoice) else TagChoice(
+        *on_rank_0(lambda: astuple(choose_tag(folder, tag)), world))
     if choice.warning is not None and world.rank == 0:
         print_to_stderr(choice.warning)
     names, advice = [choice.first], ""
@@ -53,7 +55,7 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
         names += choice.fallbacks
     elif fallback:
         advice = f"; {choice.no_fallback_reason}"
-    elif choice.fallbacks and tag is None:
+    elif choice.fallbacks and not choice.is_requested:
         advice = "; --resume-fallback takes the newest good one that it continues from"
     while True:
         try:
@@ -74,22 +76,13 @@ def open_checkpoint(root: str | Path, tag: str | None = None, *, world: Group = 
 def _verify_together(root: Path, tag: str, world: Group) -> Manifest:
     """The manifest of a tag, after each rank has verified its share of the files, and rank 0 looked for others.
     Collective."""
-    def verify() -> tuple[Manifest, int]:
-        with explain_read_errors(f"tag {tag}: {root / tag}"):
-            manifest = read_tag_manifest(root, tag)
-            return manifest, len(verify_share(tag_folder(root, tag), manifest, world.rank, world.size))
-
-    def look_for_others() -> None:
-        with explain_read_errors(f"tag {tag}: {root / tag}"):
-            if world.rank == 0:
-                warn_of_unknown_files(tag_folder(root, tag), manifest, count)
-
-    manifest, verified = all_succeed_or_raise(verify, world)
+    manifest, files = all_succeed_or_raise(lambda: verify_share(root, tag, world.rank, world.size), world)
     # Each node may have a disk of its own, with another copy of the tag.
     assert_equal_across_ranks({f"tag {tag}": read_manifest_end(tag_folder(root, tag))[1]}, world,
                               "the ranks find different checkpoints")
-    count = sum_over_ranks(verified, world)
-    all_succeed_or_raise(look_for_others, world)
+    count = sum_over_ranks(len(files), world)
+    all_succeed_or_raise(lambda: None if world.rank > 0 else warn_of_unknown_files(
+        tag_folder(root, tag), manifest, count), world)
     return manifest
 
 
@@ -104,7 +97,7 @@ class Checkpoint:
         self.tensors = {(tensor.kind, tensor.name): tensor for tensor in manifest.tensors}
         self.kinds = tuple(sorted({kind for kind, _ in self.tensors}))
         self._open_files: dict[str, SafetensorsReader] = {}
-        self._rank_manifests: dict[int, RankManifest] = {}
+        self._rank_manifest = cache(partial(read_rank_manifest, folder, manifest))
 
     def names(self, kind: str) -> tuple[str, ...]:
         return tuple(sorted(name for other, name in self.tensors if other == kind))
@@ -172,11 +165,6 @@ class Checkpoint:
                 return self._open_files[name]
         raise CheckpointError(f"tag {self.tag}: tensor {key!r} is in none of {names}")
 
-    def _rank_manifest(self, rank: int) -> RankManifest:
-        if rank not in self._rank_manifests:
-            self._rank_manifests[rank] = read_rank_manifest(self.folder, self.manifest, rank)
-        return self._rank_manifests[rank]
-
     def _decode_state(self, value: Any, where: str, writer: int) -> dict[str, Any]:
         with reraise_as_corrupt(where):
             state = decode_state(value, lambda key: self._file_holding(writer, key).tensor(key))
@@ -227,7 +215,7 @@ def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
             (folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
         raise ConfigError(f"--output {path}: is a place of a checkpoint's own files; choose another")
     with explain_disk_errors(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
-        return write_tensors(file, items).size
+        return write_parts(file, file_parts(items)).size
 
 
 @dataclass(frozen=True)

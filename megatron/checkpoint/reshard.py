@@ -92,12 +92,6 @@ class TPSharding:
             and (self.size is None or self.stride == 1 and self.size <= self.local_shape[self.dim] * self.tp_size)
 
 
-def tp_sharding_of(shape: tuple[int, ...], partition: Partition | None, tp_size: int) -> TPSharding:
-    if partition is None:
-        return TPSharding(tuple(shape), None, 1, None, 1)
-    return TPSharding(tuple(shape), partition.dim % len(shape), partition.stride, partition.size, tp_size)
-
-
 @dataclass(frozen=True)
 class TPSlice:
     """What one tensor-parallel rank holds of a tensor; by default the whole of it."""
@@ -109,7 +103,11 @@ class TPSlice:
 
     @property
     def sharding(self) -> TPSharding:
-        return tp_sharding_of(self.shape, self.partition, self.tp_size)
+        """The same for all ranks of the tensor."""
+        shape, partition = tuple(self.shape), self.partition
+        if partition is None:
+            return TPSharding(shape, None, 1, None, 1)
+        return TPSharding(shape, partition.dim % len(shape), partition.stride, partition.size, self.tp_size)
 
     @property
     def stored_rank(self) -> int:
@@ -123,12 +121,6 @@ class DPSharding:
 
     start: int
     shard_size: int
-
-    def piece_in_shard(self, shard: int, numel: int) -> tuple[int, int] | None:
-        """(offset, count) of the elements of a tensor of `numel` elements in the shard; None if there are none."""
-        low = max(shard * self.shard_size - self.start, 0)
-        high = min((shard + 1) * self.shard_size - self.start, numel)
-        return (low, high - low) if low < high else None
 
     def locate(self, start: int, stop: int) -> Iterator[tuple[int, int, int, int]]:
         """Elements [start, stop) in order, as (shard, offset of its piece, start within the piece, count)."""

@@ -7,21 +7,22 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import json
 import mmap
 import os
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from math import prod
 from pathlib import Path
-from typing import IO, Self
+from typing import IO, Any
 
 import numpy as np
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.file_formats import build_header, explain_read_errors, read_header
+from megatron.checkpoint.file_formats import METADATA_KEY, explain_read_errors, read_header
 from megatron.checkpoint.manifest import FileEntry
 from megatron.errors import CheckpointError
 
@@ -50,11 +51,11 @@ class FileTensor:
         return prod(self.shape) * self.dtype.itemsize
 
 
-def split_files(items: Sequence[FileTensor], limit: int | None = None) -> Iterator[list[FileTensor]]:
+def split_files(items: Sequence[FileTensor]) -> Iterator[list[FileTensor]]:
     """The tensors of each file, in order; wide dtypes first, so that each is aligned to its width."""
     batch, used = list[FileTensor](), 0
     for item in sorted(items, key=lambda item: -item.dtype.itemsize):
-        if batch and used + item.nbytes > (limit or MAX_FILE_BYTES):
+        if batch and used + item.nbytes > MAX_FILE_BYTES:
             yield batch
             batch, used = [], 0
         batch.append(item)
@@ -63,25 +64,18 @@ def split_files(items: Sequence[FileTensor], limit: int | None = None) -> Iterat
         yield batch
 
 
-def write_file(path: Path, items: Sequence[FileTensor], metadata: Mapping[str, str] = {}) -> FileEntry:
-    """Write and fsync a new safetensors file."""
-    with open(path, "xb", buffering=0) as file:
-        return write_tensors(file, items, metadata)
-
-
-def write_tensors(file: IO[bytes], items: Sequence[FileTensor], metadata: Mapping[str, str] = {}) -> FileEntry:
-    with ChecksummedWriter(file) as sink:
-        sink.write(build_header({item.key: (DTYPE_NAMES[item.dtype], item.shape) for item in items}, metadata))
-        for item in items:
-            sink.write(_tensor_bytes(item))
-        return sink.finish()
-
-
-def write_blob(path: Path, data: bytes) -> FileEntry:
-    """Write and fsync a new file with other content."""
-    with open(path, "xb", buffering=0) as file, ChecksummedWriter(file) as sink:
-        sink.write(data)
-        return sink.finish()
+def file_parts(items: Sequence[FileTensor], metadata: Mapping[str, str] = {}) -> Iterator[bytes | memoryview]:
+    """The content of a safetensors file: its header, then each tensor, which is loaded when it is reached."""
+    entries: dict[str, Any] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    end = 0
+    for item in items:
+        start, end = end, end + item.nbytes
+        entries[item.key] = {"dtype": DTYPE_NAMES[item.dtype], "shape": list(item.shape), "data_offsets": [start, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)  # data starts aligned
+    yield len(text).to_bytes(8, "little") + text
+    for item in items:
+        yield _tensor_bytes(item)
 
 
 # A function of its own, so that no local keeps the tensor while the next one is loaded.
@@ -91,58 +85,47 @@ def _tensor_bytes(item: FileTensor) -> memoryview:
     return tensor.detach().to("cpu").contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-class ChecksummedWriter:
-    """Writes an empty file and computes its manifest entry."""
+def write_file(path: Path, parts: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write and fsync a new file; returns its manifest entry."""
+    with open(path, "xb", buffering=0) as file:
+        return write_parts(file, parts)
 
+
+def write_parts(file: IO[bytes], parts: Iterable[bytes | memoryview]) -> FileEntry:
+    """Write and fsync an empty file; returns its manifest entry, with the crc32 of what was written."""
     # Double-buffered: a second thread writes one block while the other is filled and checksummed; both release the GIL
-    # for training.
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.size, self.crc = file, 0, 0
-        # Memory maps are aligned to pages, as O_DIRECT needs it.
-        self._filling, self._flushing = (np.frombuffer(mmap.mmap(-1, WRITE_BLOCK_BYTES), np.uint8) for _ in range(2))
-        self._used = 0
-        self._helper = ThreadPoolExecutor(1)  # starts its thread at the first full block
-        self._pending_write: Future[None] | None = None
-
-    def __enter__(self) -> Self:
-        return self
-
-    def __exit__(self, *exception: object) -> None:
-        self._helper.shutdown()
-
-    def write(self, data: bytes | memoryview) -> None:
-        self.size += len(data)
-        rest = np.frombuffer(data, np.uint8)
-        while rest.size:
-            part = self._filling[self._used:self._used + rest.size]
-            np.copyto(part, rest[:part.size])
-            self.crc = crc32(part.data, self.crc)  # while it is in the CPU cache
-            self._used += part.size
-            rest = rest[part.size:]
-            if self._used == WRITE_BLOCK_BYTES:
-                self._start_block_write()
-
-    def _start_block_write(self) -> None:
-        """Start writing the full block and swap the buffers."""
-        if self._pending_write is None:
-            _set_direct_io(self.file, True)
-        else:
-            self._pending_write.result()  # before its buffer is filled again
-        try:
-            self._pending_write = self._helper.submit(_write_all, self.file, self._filling.data)
-        except RuntimeError:  # no thread can be started, for example at interpreter shutdown
-            self._helper.shutdown(cancel_futures=True)  # a later thread would write this block again
-            _write_all(self.file, self._filling.data)
-        self._filling, self._flushing, self._used = self._flushing, self._filling, 0
-
-    def finish(self) -> FileEntry:
-        """Write the rest and fsync; returns the manifest entry."""
-        if self._pending_write is not None:
-            self._pending_write.result()
-        _set_direct_io(self.file, False)  # the rest is no full sector
-        _write_all(self.file, self._filling[:self._used].data)
-        os.fsync(self.file.fileno())
-        return FileEntry(self.size, f"{self.crc:08x}")
+    # for training. Memory maps are aligned to pages, as O_DIRECT needs it.
+    filling, flushing = (np.frombuffer(mmap.mmap(-1, WRITE_BLOCK_BYTES), np.uint8) for _ in range(2))
+    size = crc = used = 0
+    flush: Future[None] | None = None
+    with ThreadPoolExecutor(1) as helper:  # starts its thread at the first full block
+        for data in parts:
+            size += len(data)
+            rest = np.frombuffer(data, np.uint8)
+            while rest.size:
+                part = filling[used:used + rest.size]
+                np.copyto(part, rest[:part.size])
+                crc = crc32(part.data, crc)  # while it is in the CPU cache
+                used += part.size
+                rest = rest[part.size:]
+                if used == WRITE_BLOCK_BYTES:
+                    if flush is None:
+                        _set_direct_io(file, True)
+                    else:
+                        flush.result()  # before its buffer is filled again
+                    try:
+                        flush = helper.submit(_write_all, file, filling.data)
+                    except RuntimeError:  # no thread can be started, for example at interpreter shutdown
+                        helper.shutdown(cancel_futures=True)  # a later thread would write this block again
+                        _write_all(file, filling.data)
+                    filling, flushing, used = flushing, filling, 0
+            del data, rest  # they keep a tensor, and the next part loads another one
+        if flush is not None:
+            flush.result()
+        _set_direct_io(file, False)  # the rest is no full sector
+        _write_all(file, filling[:used].data)
+        os.fsync(file.fileno())
+    return FileEntry(size, f"{crc:08x}")
 
 
 def _write_all(file: IO[bytes], data: memoryview) -> None:

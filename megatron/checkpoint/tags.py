@@ -237,6 +237,7 @@ class TagChoice:
     no_fallback_reason: str  # why no other tag may
     assumption: str  # a note if its ancestry is unknown and was assumed; otherwise ""
     warning: str | None  # why a tag is taken by default that `latest` does not name
+    is_requested: bool
 
 
 def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
@@ -273,7 +274,8 @@ def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
     assumption = "" if known is None or known.tag == first else (
         f" (the branch of {first} is unknown; it is taken to have continued from {known.tag})")
     is_unexpected = requested is None and read_latest(root) != first
-    return TagChoice(first, fallbacks, reason, assumption, _latest_file_warning(root, first) if is_unexpected else None)
+    return TagChoice(first, fallbacks, reason, assumption, _latest_file_warning(root, first) if is_unexpected else None,
+                     requested is not None)
 
 
 def _record_stated_by_rank_0(root: Path, tag: str) -> CommitRecord | None:

@@ -10,30 +10,67 @@ from pathlib import Path
 from data.storage import crc32_file
 from megatron.checkpoint.file_formats import TensorLocation, explain_read_errors, parse_json, read_bytes, read_header
 from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Manifest,
-                                          check_provenance, piece_key, rank_manifest_name, rank_of_file,
-                                          read_rank_manifest, read_shared_state)
+                                          check_provenance, rank_manifest_name, rank_of_file, read_rank_manifest,
+                                          read_shared_state)
 from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, tag_folder
 from megatron.errors import CheckpointError
 
 
 def verify_tag(root: Path, tag: str) -> dict[str, FileEntry]:
     """Check every byte of the tag, and warn of other files; returns its files without the manifest."""
-    manifest = read_tag_manifest(root, tag)
-    folder = tag_folder(root, tag)
-    files = verify_share(folder, manifest)
-    warn_of_unknown_files(folder, manifest, len(files))
+    manifest, files = verify_share(root, tag)
+    warn_of_unknown_files(tag_folder(root, tag), manifest, len(files))
     return files
 
 
-def verify_share(folder: Path, manifest: Manifest, share: int = 0, shares: int = 1) -> dict[str, FileEntry]:
-    """Check every byte of the files of one share, and return these files. Ranks divide the work; no rank reads a file
-    of another share."""
-    found: dict[str, FileEntry] = {}
-    for rank in range(share, manifest.world_size, shares):
-        part = read_rank_manifest(folder, manifest, rank)
-        _verify_rank(folder, rank, part.files, manifest)
-        found |= {rank_manifest_name(rank): part.own_entry, **part.files}
-    return found
+def verify_share(root: Path, tag: str, share: int = 0, shares: int = 1) -> tuple[Manifest, dict[str, FileEntry]]:
+    """Check every byte of the manifest and of the files of one share, and that they hold each piece of the manifest
+    once, with its dtype and count; returns manifest and files. Ranks divide the work; no rank reads a file of another
+    share."""
+    manifest, folder, found = read_tag_manifest(root, tag), tag_folder(root, tag), dict[str, FileEntry]()
+    with explain_read_errors(f"tag {tag}: {folder}"):
+        for rank in range(share, manifest.world_size, shares):
+            part = read_rank_manifest(folder, manifest, rank)
+            found |= {rank_manifest_name(rank): part.own_entry, **part.files}
+            _check_sizes(folder, part.files, manifest)  # of all files first, since they are cheap
+            stored: dict[str, TensorLocation] = {}
+            for name, entry in part.files.items():
+                tensors = _verify_file(folder / name, entry, manifest, rank)
+                if twice := stored.keys() & tensors.keys():
+                    raise CheckpointError(f"tag {manifest.tag}: file {name}: {min(twice)!r:.80} is in another file of "
+                                          "the rank as well")
+                stored |= tensors
+            for tensor in manifest.tensors:
+                if (piece := manifest.piece_of_rank(tensor, rank)) is None:
+                    continue
+                key, _, count = piece
+                place = stored.get(key)
+                if place is None or (place.dtype, place.shape) != (tensor.dtype, (count,)):
+                    actual = "nothing" if place is None else f"{place.dtype} {str(list(place.shape)):.80}"
+                    raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
+                                          f"{tensor.dtype:.20} [{count}], found {actual}")
+    return manifest, found
+
+
+def _verify_file(path: Path, entry: FileEntry, manifest: Manifest, rank: int) -> dict[str, TensorLocation]:
+    """Check the bytes and the provenance of one file; returns the tensors in it."""
+    where = f"tag {manifest.tag}: file {path.name}"
+    with explain_read_errors(where):
+        if (found := crc32_file(path)) != entry.crc32:
+            raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
+        if path.name == SHARED_STATE_FILE:
+            read_shared_state(path.parent, manifest, where)
+            return {}
+        if path.name == CONFIG_FILE:
+            # It states no provenance. The manifest's digest covers what it must say.
+            if parse_json(read_bytes(path, where), where) != manifest.config:
+                raise CheckpointError(
+                    f"{where}: is of another checkpoint: not the configuration that the manifest has")
+            return {}
+        with open(path, "rb") as file:
+            tensors, metadata = read_header(file, where)
+        check_provenance(metadata, manifest, rank, where)
+        return tensors
 
 
 def check_sizes(root: Path, tag: str) -> Manifest:
@@ -54,44 +91,10 @@ def _check_sizes(folder: Path, files: Mapping[str, FileEntry], manifest: Manifes
             raise CheckpointError(f"tag {manifest.tag}: file {name}: size expected {entry.size} bytes, found {found}")
 
 
-def _verify_rank(folder: Path, rank: int, files: Mapping[str, FileEntry], manifest: Manifest) -> None:
-    """Check the files of one rank, then that they hold each piece of the manifest once, with its dtype and count."""
-    _check_sizes(folder, files, manifest)  # of all files first, since they are cheap
-    stored: dict[str, TensorLocation] = {}
-    for name, entry in files.items():
-        path, where = folder / name, f"tag {manifest.tag}: file {name}"
-        with explain_read_errors(where):
-            if (found := crc32_file(path)) != entry.crc32:
-                raise CheckpointError(f"{where}: damaged, crc32 expected {entry.crc32}, found {found}")
-            if name == SHARED_STATE_FILE:
-                read_shared_state(folder, manifest, where)
-            elif name == CONFIG_FILE:
-                # It states no provenance. The manifest's digest covers what it must say.
-                if parse_json(read_bytes(path, where), where) != manifest.config:
-                    raise CheckpointError(
-                        f"{where}: is of another checkpoint: not the configuration that the manifest has")
-            else:
-                with open(path, "rb") as file:
-                    tensors, metadata = read_header(file, where)
-                check_provenance(metadata, manifest, rank, where)
-                if twice := stored.keys() & tensors.keys():
-                    raise CheckpointError(f"{where}: {min(twice)!r:.80} is in another file of the rank as well")
-                stored |= tensors
-    for tensor in manifest.tensors:
-        if (piece := manifest.piece_of_rank(tensor, rank)) is None:
-            continue
-        offset, count = piece
-        key = piece_key(tensor.kind, tensor.name, rank % manifest.layout["tp"], offset)
-        place = stored.get(key)
-        if place is None or (place.dtype, place.shape) != (tensor.dtype, (count,)):
-            actual = "nothing" if place is None else f"{place.dtype} {str(list(place.shape)):.80}"
-            raise CheckpointError(f"tag {manifest.tag}: files of rank {rank}: {key!r:.80} expected to be "
-                                  f"{tensor.dtype:.20} [{count}], found {actual}")
-
-
 def warn_of_unknown_files(folder: Path, manifest: Manifest, count: int) -> None:
     """Warn of names in the folder beside the manifest and the `count` files that all shares together have checked."""
-    names = {*os.listdir(folder)} - {MANIFEST}
+    with explain_read_errors(f"tag {manifest.tag}: {folder}"):
+        names = {*os.listdir(folder)} - {MANIFEST}
     if len(names) == count:
         return
     # Rank manifests are opened only after a mismatch, and only those that `names` concern.

@@ -1,27 +1,31 @@
-"""Save a checkpoint: every rank writes the pieces it owns, rank 0 commits. Collective.
+"""Save a checkpoint in three phases: every rank writes the pieces it owns, rank 0 commits.
 
-A *piece* is a run of consecutive elements of one parameter's state, as the engine hands it to a save. A save has three
-phases, and after each all ranks agree (megatron/distributed/consistency.py): if one rank fails, all raise its error and
-no tag is touched.
+Which elements of a tensor a rank writes, its *piece*, follows from the manifest. After each phase all ranks agree
+(megatron/distributed/consistency.py): if one rank fails, all raise its error and no tag is touched.
 
-    agree     what each rank writes, copied first if it is written later; rank 0 makes the staging folder
-    write     rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json
-    commit    rank 0: manifest.json, fsync, rename; old tags are deleted
+    agree     what each rank writes, copied first if it is written later; rank 0 makes the staging folder    collective
+    write     rank k: rank<k>.safetensors (more files beyond 4 GB), then rank<k>.json                        local
+    commit    rank 0: manifest.json, fsync, rename; old tags are deleted                                     local
 
-`save` runs the phases one after the other, async_save.py runs `write` and `commit` in a thread.
+`save` runs the phases one after the other. An `AsyncSaver` runs `write` and `commit` in a thread, and the ranks agree
+after a later step. A program that exits normally completes its save first.
 """
 
 from __future__ import annotations
 
+import atexit
 import json
 import os
 import secrets
 import shutil
+import sys
+import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import asdict, dataclass, replace
-from enum import Enum, auto
+from concurrent.futures import Future
+from contextlib import ExitStack, suppress
+from dataclasses import asdict, dataclass, field, replace
+from functools import partial
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -29,51 +33,48 @@ from typing import Any
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.commit import (STAGING_PREFIX, TRASH_PREFIX, Keep, commit_tag, delete_old_tags,
-                                        exclusive_access, explain_disk_errors, open_staging_folder)
+from megatron.checkpoint.commit import (STAGING_PREFIX, TRASH_PREFIX, Keep, check_save_root_is_writable, commit_tag,
+                                        delete_old_tags, exclusive_access, explain_disk_errors, open_staging_folder)
 from megatron.checkpoint.file_formats import seal_record
 from megatron.checkpoint.json_state import encode_state
 from megatron.checkpoint.manifest import (CONFIG_FILE, FORMAT, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage,
-                                          Manifest, TensorEntry, lineage_to_json, piece_key, provenance_of,
-                                          rank_manifest_name, read_manifest_end)
+                                          Manifest, TensorEntry, lineage_to_json, provenance_of, rank_manifest_name,
+                                          read_manifest_end)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
-from megatron.checkpoint.safetensors_io import DTYPE_NAMES, FileTensor, split_files, write_blob, write_file
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileTensor, file_parts, split_files, write_file
 from megatron.checkpoint.tags import (format_file_names, link_target_outside, print_to_stderr, read_tag_manifest,
                                       unknown_files)
+from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
-from megatron.errors import CheckpointError, NumericsError
+from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, TrainerError
 from mpu.groups import Group
 
-
-@dataclass(frozen=True)
-class LazyData:
-    """Data that is loaded when it is written (from NVMe, for example), so that a rank never holds all of it."""
-
-    count: int
-    dtype: torch.dtype
-    load: Callable[[], torch.Tensor]
+COPY_ALIGNMENT = 64  # alignment in bytes of each tensor in a host copy: one cache line
 
 
 @dataclass(frozen=True)
-class TensorPiece:
-    """Elements from `offset` on of the flattened local tensor of one tensor-parallel rank."""
+class TensorSource:
+    """A tensor to save, equal on all ranks but for what `load` returns."""
 
-    name: str
-    kind: str
-    local: TPSlice
-    offset: int
-    data: torch.Tensor | LazyData  # 1-D, on any device
+    entry: TensorEntry
+    # load(offset, count) -> [count], on any device: elements from `offset` on of this rank's flattened local tensor. It
+    # is called when they are written, so that a rank never holds all of what comes from NVMe, for example.
+    load: Callable[[int, int], torch.Tensor]
 
-    @property
-    def count(self) -> int:
-        return self.data.count if isinstance(self.data, LazyData) else self.data.numel()
+    @classmethod
+    def of(cls, kind: str, name: str, dtype: torch.dtype, local: TPSlice, load: Callable[[int, int], torch.Tensor],
+           dp_sharding: DPSharding | None = None) -> TensorSource:
+        """`local` is what a tensor-parallel rank holds. Without `dp_sharding` the first data-parallel rank writes it.
+        """
+        whole = DPSharding(0, prod(local.shape))
+        return cls(TensorEntry(kind, name, DTYPE_NAMES[dtype], local.sharding, dp_sharding or whole), load)
 
-    def load(self) -> torch.Tensor:
-        """The data; NumericsError if it is not finite, so that no such checkpoint is committed."""
-        data = self.data.load() if isinstance(self.data, LazyData) else self.data
+    def load_finite(self, offset: int, count: int) -> torch.Tensor:
+        """`load`; NumericsError if the data is not finite, so that no such checkpoint is committed."""
+        data = self.load(offset, count)
         # A sum is fast and finds any non-finite element, but may overflow itself: then check each element.
         if data.is_floating_point() and not data.sum().isfinite() and not data.isfinite().all():
-            raise NumericsError(f"{self.kind} {self.name!r} holds a non-finite value; not saved")
+            raise NumericsError(f"{self.entry.kind} {self.entry.name!r} holds a non-finite value; not saved")
         return data
 
 
@@ -86,189 +87,166 @@ class SaveReport:
     seconds: float
 
 
+@dataclass
+class SavePlan:
+    """A save on which all ranks have agreed."""
+
+    root: Path
+    world: Group
+    manifest: Manifest
+    rank: int  # names the files of this rank
+    lineage: Lineage
+    keep: Keep
+    latest: bool
+    on_complete: Callable[[SaveReport], None] = lambda report: None
+    begin: float = field(default_factory=time.perf_counter)
+    tensors: list[FileTensor] = field(default_factory=list)
+    texts: dict[str, bytes] = field(default_factory=dict)  # other files: name -> content
+    rank_manifest: dict[str, Any] = field(default_factory=dict)
+    nbytes: int = 0  # of the tensors and texts of this rank
+    written: int = 0  # bytes of all ranks, counted after each phase
+    staging: Path = Path()
+    staging_lock: ExitStack = field(default_factory=ExitStack)  # held by rank 0
+
+
 def save(root: str | Path, tag: str, *, world: Group, **content: Any) -> SaveReport:
-    """Save at once, with the arguments of `PendingSave`: on return the checkpoint is complete and durable. Collective.
-    """
-    return PendingSave(root, tag, world=world, **content).finish()
+    """Save at once, with the arguments of `agree`: on return the checkpoint is complete and durable. Collective."""
+    return finish(agree(root, tag, world=world, **content))
 
 
-class RankFiles:
-    """What one rank writes; tensors of the states go into the same files as the pieces."""
-
-    def __init__(self, manifest: Manifest, rank: int, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
-                 shared_state: Mapping[str, Any]) -> None:
-        self.rank, self.tensors, self.texts = rank, list[FileTensor](), dict[str, bytes]()  # texts: name -> content
-        origin = provenance_of(manifest, rank)
-        self._rank_manifest = {"format": FORMAT, "origin": origin, "files": {},
-                               "state": encode_state(rank_state, f"rank{rank}", self.tensors)}
-        if rank == 0:
-            # A copy, in case the manifest is damaged.
-            self._rank_manifest["lineage"] = lineage_to_json(manifest)
-            shared = {"origin": origin, "state": encode_state(shared_state, "shared", self.tensors)}
-            config = encode_state(manifest.config, "config", self.tensors)
-            for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
-                self.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
-        self.tensors += [
-            FileTensor(piece_key(piece.kind, piece.name, piece.local.stored_rank, piece.offset), piece.data.dtype,
-                       (piece.count,), piece.load) for piece in pieces]
-        self.nbytes = sum(item.nbytes for item in self.tensors) + sum(map(len, self.texts.values()))
-
-    def write(self, folder: Path) -> int:
-        """Write the files, the rank manifest last; returns the bytes."""
-        files: dict[str, FileEntry] = {}
-        metadata = {name: str(value) for name, value in self._rank_manifest["origin"].items()}
-        for index, batch in enumerate(split_files(self.tensors)):
-            name = f"rank{self.rank}-{index}.safetensors" if index else f"rank{self.rank}.safetensors"
-            with explain_disk_errors(folder / name, self.nbytes):
-                files[name] = write_file(folder / name, batch, metadata)
-        for name, text in self.texts.items():
-            with explain_disk_errors(folder / name, self.nbytes):
-                files[name] = write_blob(folder / name, text)
-        name = rank_manifest_name(self.rank)
-        text = seal_record({**self._rank_manifest, "files": {file: asdict(entry) for file, entry in files.items()}})
-        with explain_disk_errors(folder / name, len(text)):
-            write_blob(folder / name, text)
-        return sum(entry.size for entry in files.values()) + len(text)
+def finish(plan: SavePlan) -> SaveReport:
+    """Run the remaining phases in this thread. Collective."""
+    finish_phase(plan, lambda: write(plan))
+    report = finish_phase(plan, lambda: commit(plan))
+    plan.on_complete(report)
+    return report
 
 
-class SavePhase(Enum):
-    """What a save that all ranks have agreed on does next."""
-
-    WRITE = auto()  # every rank writes its files into the staging folder
-    COMMIT = auto()  # rank 0 writes the manifest and renames the folder
-
-
-class PendingSave:
-    """A save on which all ranks have agreed. Every rank runs its part of a phase (`run_phase`, in any thread), then
-    calls `finish_phase`, until the save is complete; `finish` does both."""
-
-    def __init__(self, root: str | Path, tag: str, *, pieces: Iterable[TensorPiece], rank_state: Mapping[str, Any],
-                 shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-                 run_id: str, iteration: int, tensors: Iterable[TensorEntry] | None = None, place: int | None = None,
-                 keep: Keep = Keep(), hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None,
-                 latest: bool = True, lineage: Lineage | None = None) -> None:
-        """The checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
-
-        `tensors` lists everything that all ranks write together, equal on all of them; None: every piece is a full
-        local tensor, and each rank has pieces of every tensor. `rank_state` is per rank (random streams);
-        `shared_state` and `config` are those of rank 0. States are nested dicts of JSON values and tensors. `layout`
-        holds at least "tp" and "dp". `place` is this rank's index in that grid, tensor-parallel rank + tp *
-        data-parallel rank, and names its files; default: the rank. `hold` copies the data for an asynchronous save.
-        With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts a branch."""
-        self._begin, self.root, self.world = time.perf_counter(), Path(root), world
-        self.phase, self._written = SavePhase.WRITE, 0
-        self._keep, self._latest, self._lineage = keep, latest, lineage or Lineage()
-        # A replicated tensor is stored once, under tensor-parallel rank 0.
-        own = [piece for piece in pieces if piece.local.tp_rank == piece.local.stored_rank]
-        if tensors is None:
-            tensors = (TensorEntry(piece.kind, piece.name, DTYPE_NAMES[piece.data.dtype], piece.local.sharding,
-                                   DPSharding(0, prod(piece.local.shape))) for piece in own)
-        manifest = Manifest(tag, iteration, run_id, self._lineage.branch, history=self._lineage.history,
-                            layout=layout, config=config,
-                            tensors=tuple(sorted(tensors, key=lambda entry: (entry.kind, entry.name))))
-        # ---- agree: one id for all files of this save, and the same tensors on all ranks ----
-        checksum = f"{crc32(json.dumps(manifest.tensors_as_json()).encode()):08x}"
-        save_id, checksum_of_rank_0 = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", checksum],
-                                                world)
-        self.manifest = replace(manifest, save_id=save_id)
-
-        def collect() -> RankFiles:
-            with explain_out_of_memory(world, f"saving {tag}"):
-                rank = world.rank if place is None else place
-                _check_pieces(self.manifest, own, rank, world, checksum == checksum_of_rank_0)
-                files = RankFiles(self.manifest, rank, own, rank_state, shared_state)
-                # Copies are made here, before training goes on; a rank without memory for them ends the save on all.
-                files.tensors = files.tensors if hold is None else hold(files.tensors)
-                return files
-
-        self._files = all_succeed_or_raise(collect, world)
-        # All ranks write into one file system, so the sum must fit.
-        needed = sum_over_ranks(self._files.nbytes, world)
-        self._staging_lock = ExitStack()  # the lock of rank 0
-
-        def open_staging() -> str:
-            with explain_out_of_memory(world, f"saving {tag}"):
-                return str(self._staging_lock.enter_context(open_staging_folder(self.root, tag, run_id, needed)))
-
-        self._staging = Path(on_rank_0(open_staging, world))
-
-    def run_phase(self) -> int:
-        """This rank's part of the phase; returns the bytes written. No communication."""
-        with explain_out_of_memory(self.world, f"saving {self.manifest.tag}"):
-            if self.phase is SavePhase.WRITE:
-                return self._files.write(self._staging)
-            return self._commit() if self.world.rank == 0 else 0
-
-    def finish_phase(self, result: Callable[[], int]) -> SaveReport | None:
-        """Agree that every rank has done its part, whose bytes or error `result` returns or raises; returns the report
-        if that completes the save. An error of any rank ends the save on every rank. Collective."""
-        try:
-            self._written += sum_over_ranks(all_succeed_or_raise(result, self.world), self.world)
-        except BaseException as error:
-            # After an interrupt the next save deletes the staging folder.
-            if isinstance(error, Exception) and self.world.rank == 0:
-                shutil.rmtree(self._staging, ignore_errors=True)
-            self.close()
-            raise
-        if self.phase is SavePhase.WRITE:
-            self.phase = SavePhase.COMMIT
-            return None
-        self.close()
-        return SaveReport(self.manifest.tag, self._written, time.perf_counter() - self._begin)
-
-    def finish(self) -> SaveReport:
-        """Run the remaining phases in this thread. Collective."""
-        report = None
-        while report is None:
-            report = self.finish_phase(self.run_phase)
-        return report
-
-    def close(self) -> None:
-        """Release the staging folder. The next save removes it if the save is not complete."""
-        self._staging_lock.close()
-
-    def _commit(self) -> int:
-        """Write the manifest, rename the staging folder to the tag, delete old tags; returns the manifest's bytes."""
-        root, tag = self.root, self.manifest.tag
-        with explain_disk_errors(root / tag, 0), exclusive_access(root):
-            if os.path.lexists(root / tag):
-                print_to_stderr(_replacement_note(root, tag))
-            now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
-            # Above every number in this folder and in the history: a copied tag keeps its place in the order.
-            earlier = [read_manifest_end(root / name)[0] for name in os.listdir(root)
-                       if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
-                       and link_target_outside(root / name, root) is None]
-            earlier += [known.commit for known in self.manifest.history]
-            made = replace(self.manifest, nbytes=self._written, saved_at=now, commit=1 + max(earlier, default=0))
-            data = made.to_bytes()
-            with explain_disk_errors(self._staging / MANIFEST, len(data)):
-                write_blob(self._staging / MANIFEST, data)  # the last file written
-            commit_tag(self._staging, root, tag, self._latest)
-            self._lineage.parent = made
-            delete_old_tags(root, self._keep, made)
-            return len(data)
+def finish_phase(plan: SavePlan, result: Callable[[], int]) -> SaveReport:
+    """Agree that every rank has done its part, whose bytes or error `result` returns or raises; returns what is saved
+    so far. An error of any rank ends the save on every rank. Collective."""
+    try:
+        plan.written += sum_over_ranks(all_succeed_or_raise(result, plan.world), plan.world)
+    except BaseException as error:
+        # After an interrupt the next save deletes the staging folder.
+        if isinstance(error, Exception) and plan.world.rank == 0:
+            shutil.rmtree(plan.staging, ignore_errors=True)
+        plan.staging_lock.close()
+        raise
+    return SaveReport(plan.manifest.tag, plan.written, time.perf_counter() - plan.begin)
 
 
-def _check_pieces(manifest: Manifest, own: Sequence[TensorPiece], rank: int, world: Group, agrees: bool) -> None:
-    """Raise unless this rank holds exactly the pieces that it should write. `agrees`: its list of tensors is rank 0's.
-    """
-    if world.size != manifest.world_size:
-        raise CheckpointError(
-            f"a layout of {manifest.world_size} ranks ({dict(manifest.layout)}) is saved by {world.size}")
-    manifest.check()
-    if not agrees:
-        raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or how "
-                              "they are cut")
-    remaining = {(piece.kind, piece.name): (piece.offset, piece.count) for piece in own}
-    for tensor in manifest.tensors:
-        expected, found = manifest.piece_of_rank(tensor, rank), remaining.pop((tensor.kind, tensor.name), None)
-        if found != expected:
-            should_write, has = ("no elements" if piece is None else
-                                 f"{piece[1]} elements from element {piece[0]} on" for piece in (expected, found))
-            raise CheckpointError(f"{tensor.kind} {tensor.name!r}: rank {rank} should write {should_write} of "
-                                  f"{tensor.numel}, and has {has}")
-    if remaining:
-        raise CheckpointError("{} {!r}: not one of the tensors to be saved".format(*min(remaining)))
+# ---- the phases -----------------------------------------------------------------------------------------------------
+
+def agree(root: str | Path, tag: str, *, tensors: Iterable[TensorSource], rank_state: Mapping[str, Any],
+          shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
+          run_id: str, iteration: int, place: int | None = None, keep: Keep = Keep(),
+          hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None, latest: bool = True,
+          lineage: Lineage | None = None, on_complete: Callable[[SaveReport], None] = lambda report: None) -> SavePlan:
+    """Plan the checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
+
+    `rank_state` is per rank (random streams); `shared_state` and `config` are those of rank 0. States are nested dicts
+    of JSON values and tensors. `layout` holds at least "tp" and "dp". `place` is this rank's index in that grid,
+    tensor-parallel rank + tp * data-parallel rank, and names its files; default: the rank. `hold` copies the data for
+    an asynchronous save. With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts
+    a branch. `on_complete` is called after the commit, on all ranks."""
+    lineage, sources = lineage or Lineage(), list(tensors)
+    entries = sorted((source.entry for source in sources), key=lambda entry: (entry.kind, entry.name))
+    manifest = Manifest(tag, iteration, run_id, lineage.branch, history=lineage.history, layout=layout, config=config,
+                        tensors=tuple(entries))
+    # One id for all files of this save, and the same tensors on all ranks.
+    checksum = f"{crc32(json.dumps(manifest.tensors_as_json()).encode()):08x}"
+    save_id, checksum_of_rank_0 = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", checksum], world)
+    plan = SavePlan(Path(root), world, replace(manifest, save_id=save_id), world.rank if place is None else place,
+                    lineage, keep, latest, on_complete)
+
+    def collect() -> None:
+        with explain_out_of_memory(world, f"saving {tag}"):
+            manifest.check()
+            if world.size != manifest.world_size:
+                raise CheckpointError(
+                    f"a layout of {manifest.world_size} ranks ({dict(layout)}) is saved by {world.size}")
+            if checksum != checksum_of_rank_0:
+                raise CheckpointError(f"rank {world.rank} and rank 0 disagree about what tensors there are to save, or "
+                                      "how they are cut")
+            collect_files(plan, sources, rank_state, shared_state)
+            # Copies are made here, before training goes on; a rank without memory for them ends the save on all.
+            plan.tensors = plan.tensors if hold is None else hold(plan.tensors)
+
+    def open_staging() -> str:
+        with explain_out_of_memory(world, f"saving {tag}"):
+            return str(plan.staging_lock.enter_context(open_staging_folder(plan.root, tag, run_id, needed)))
+
+    all_succeed_or_raise(collect, world)
+    needed = sum_over_ranks(plan.nbytes, world)  # all ranks write into one file system, so the sum must fit
+    plan.staging = Path(on_rank_0(open_staging, world))
+    return plan
+
+
+def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: Mapping[str, Any],
+                  shared_state: Mapping[str, Any]) -> None:
+    """Plan what this rank writes; tensors of the states go into the same files as the pieces."""
+    manifest, origin = plan.manifest, provenance_of(plan.manifest, plan.rank)
+    plan.rank_manifest = {"format": FORMAT, "origin": origin, "files": {},
+                          "state": encode_state(rank_state, f"rank{plan.rank}", plan.tensors)}
+    if plan.rank == 0:
+        plan.rank_manifest["lineage"] = lineage_to_json(manifest)  # a copy, in case the manifest is damaged
+        shared = {"origin": origin, "state": encode_state(shared_state, "shared", plan.tensors)}
+        config = encode_state(manifest.config, "config", plan.tensors)
+        for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
+            plan.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
+    for source in sources:
+        if (piece := manifest.piece_of_rank(source.entry, plan.rank)) is not None:
+            key, offset, count = piece
+            load = partial(source.load_finite, offset, count)
+            plan.tensors.append(FileTensor(key, DTYPES[source.entry.dtype], (count,), load))
+    plan.nbytes = sum(item.nbytes for item in plan.tensors) + sum(map(len, plan.texts.values()))
+
+
+def write(plan: SavePlan) -> int:
+    """Write the files of this rank, its manifest last; returns the bytes. No communication."""
+    files: dict[str, FileEntry] = {}
+    metadata = {name: str(value) for name, value in plan.rank_manifest["origin"].items()}
+    contents: dict[str, Iterable[bytes | memoryview]] = {}
+    for index, batch in enumerate(split_files(plan.tensors)):
+        name = f"rank{plan.rank}-{index}.safetensors" if index else f"rank{plan.rank}.safetensors"
+        contents[name] = file_parts(batch, metadata)
+    contents |= {name: [text] for name, text in plan.texts.items()}
+    with explain_out_of_memory(plan.world, f"saving {plan.manifest.tag}"):
+        for name, parts in contents.items():
+            with explain_disk_errors(plan.staging / name, plan.nbytes):
+                files[name] = write_file(plan.staging / name, parts)
+        name = rank_manifest_name(plan.rank)
+        text = seal_record({**plan.rank_manifest, "files": {file: asdict(entry) for file, entry in files.items()}})
+        with explain_disk_errors(plan.staging / name, len(text)):
+            write_file(plan.staging / name, [text])
+    return sum(entry.size for entry in files.values()) + len(text)
+
+
+def commit(plan: SavePlan) -> int:
+    """On rank 0: write the manifest, rename the staging folder to the tag, delete old tags; returns the manifest's
+    bytes. No communication."""
+    if plan.world.rank > 0:
+        return 0
+    root, tag = plan.root, plan.manifest.tag
+    with explain_out_of_memory(plan.world, f"saving {tag}"), explain_disk_errors(root / tag, 0), exclusive_access(root):
+        if os.path.lexists(root / tag):
+            print_to_stderr(_replacement_note(root, tag))
+        now = max(time.time_ns() // 1000, 0)  # the clock may be before 1970
+        # Above every number in this folder and in the history: a copied tag keeps its place in the order.
+        earlier = [read_manifest_end(root / name)[0] for name in os.listdir(root)
+                   if not name.startswith((STAGING_PREFIX, TRASH_PREFIX))
+                   and link_target_outside(root / name, root) is None]
+        earlier += [known.commit for known in plan.manifest.history]
+        made = replace(plan.manifest, nbytes=plan.written, saved_at=now, commit=1 + max(earlier, default=0))
+        data = made.to_bytes()
+        with explain_disk_errors(plan.staging / MANIFEST, len(data)):
+            write_file(plan.staging / MANIFEST, [data])  # the last file written
+        commit_tag(plan.staging, root, tag, plan.latest)
+        plan.lineage.parent = made
+        delete_old_tags(root, plan.keep, made)
+    plan.staging_lock.close()
+    return len(data)
 
 
 def _replacement_note(root: Path, tag: str) -> str:
@@ -283,3 +261,162 @@ def _replacement_note(root: Path, tag: str) -> str:
         return f"replacing {root / tag}, which is damaged{lost}"
     when = f" of {time.strftime('%Y-%m-%d %H:%M:%S', time.localtime(saved_at / 1e6))}" if saved_at else ""
     return f"replacing {root / tag}: an earlier save{when} of the same name{lost}"
+
+
+# ---- in the background ----------------------------------------------------------------------------------------------
+
+class AsyncSaver:
+    """Runs at most one save at a time. Every rank of `world` makes the same calls in the same order. An error on one
+    rank is raised on all ranks at the next `poll`."""
+
+    def __init__(self, world: Group, before_collective: Callable[[str], None] = lambda where: None,
+                 owner: str = "") -> None:
+        """`before_collective` is called with a description before ranks communicate. `owner` identifies the engine
+        whose saves these are, equal on all ranks; not the run id, which a resumed engine shares."""
+        self.world, self.owner, self._before_collective, self._pid = world, owner, before_collective, os.getpid()
+        self.plan: SavePlan | None = None  # the save in progress: None on all ranks or on none
+        self._phase: Callable[[SavePlan], int] = write  # the one that runs
+        self._job: Future[int] = Future()
+        self._name = ""  # name of the last save, for messages
+        self._deferred_error: TrainerError | None = None
+        self._copies = torch.empty(0, dtype=torch.uint8)
+
+    def copy_tensors(self, device: torch.device, items: list[FileTensor]) -> list[FileTensor]:
+        """`items` with their current data, copied from `device` to host memory, valid until the next call."""
+        # One buffer, pinned for a GPU, as large as the largest state so far: pinning memory is slow.
+        on_cuda = device.type == "cuda"
+        sizes = [-(-item.nbytes // COPY_ALIGNMENT) * COPY_ALIGNMENT for item in items]
+        if self._copies.numel() < sum(sizes):
+            self._copies = torch.empty(0, dtype=torch.uint8)  # free the old buffer first
+            self._copies = torch.empty(sum(sizes), dtype=torch.uint8, pin_memory=on_cuda)
+        copies, start = [], 0
+        for item, size in zip(items, sizes, strict=True):
+            copy = self._copies[start:start + item.nbytes].view(item.dtype).view(item.shape)
+            copy.copy_(item.load().view(item.shape), non_blocking=True)
+            copies.append(replace(item, load=partial(torch.Tensor.detach, copy)))
+            start += size
+        if on_cuda:
+            torch.cuda.current_stream().synchronize()  # one wait for all copies
+        return copies
+
+    def finish_earlier_saves(self, root: Path) -> None:
+        """Check that `root` can be written, then complete this saver's pending save, and those into `root` of other
+        engines of this process whose ranks and process group are the same. Collective."""
+        def owners_of_saves() -> list[str]:
+            check_save_root_is_writable(root)
+            owners = []
+            for saver in _PENDING_SAVES:
+                with suppress(OSError):  # a folder is missing
+                    if saver.plan is not None and os.path.samefile(saver.plan.root, root):
+                        owners.append(saver.owner)
+            return owners
+
+        def identity(group: Group) -> tuple[object, ...]:
+            return group, group.name, group.control_name  # a recreated group with the same ranks has other names
+
+        owners = on_rank_0(owners_of_saves, self.world)
+        self.wait_for_save()
+        savers = {saver.owner: saver for saver in _PENDING_SAVES if saver._pid == os.getpid()
+                  and identity(saver.world) == identity(self.world) and not self.world.is_destroyed}
+        for saver in (savers[owner] for owner in owners if owner in savers):
+            try:
+                saver.wait_for_save()
+            except PeerError:
+                raise
+            except TrainerError as error:  # of another engine's save: deferred to that saver's next call, or to exit
+                saver._deferred_error = error
+                atexit.register(saver._finish_at_exit)
+
+    def start(self, plan: SavePlan, phase: Callable[[SavePlan], int] = write) -> None:
+        """Run the phase, and later the next, in a thread."""
+        job = Future[int]()
+
+        def work() -> None:
+            try:
+                job.set_result(phase(plan))
+            except BaseException as error:
+                job.set_exception(error)
+
+        try:
+            # Not an executor: its threads delay an exit after a failure.
+            threading.Thread(target=work, name="save", daemon=True).start()
+        except RuntimeError:  # no new threads during interpreter shutdown
+            work()
+        self.plan, self._phase, self._job = plan, phase, job
+        self._name = f"{plan.manifest.tag} of {plan.root}"
+        _PENDING_SAVES.append(self)
+        atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
+
+    @property
+    def progress(self) -> tuple[float, ...]:
+        """(this rank's job failed, it is done) as 0.0 or 1.0; () without a save."""
+        # These numbers ride on the all-reduce of a step, so no step waits for a save.
+        if self.plan is None:
+            return ()
+        done = self._job.done()
+        return float(done and self._job.exception() is not None), float(done)
+
+    def poll(self, progress: Sequence[float]) -> None:
+        """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
+        sum over the ranks at an earlier time; a save that has advanced since is handled."""
+        is_ready = self.plan is not None and progress and (progress[0] or progress[1] == self.world.size)
+        if self._deferred_error is not None or is_ready:
+            self._advance()
+
+    def wait_for_save(self) -> None:
+        """Return when no save is under way. Collective."""
+        while self._deferred_error is not None or self.plan is not None:
+            self._advance()
+
+    def _advance(self) -> None:
+        """Wait for this rank's phase, agree with the other ranks, then start the next phase or end the save.
+        Collective."""
+        if self._deferred_error is not None:
+            error, self._deferred_error = self._deferred_error, None
+            atexit.unregister(self._finish_at_exit)
+            raise error
+        self._before_collective("a save in the background")
+        plan = self._take_plan()  # an error below leaves no save pending
+        report = finish_phase(plan, self._job.result)
+        if self._phase is write:
+            self.start(plan, commit)
+        else:
+            plan.on_complete(report)
+
+    def _take_plan(self) -> SavePlan:
+        """The plan of the pending save, which is pending no more."""
+        assert self.plan is not None
+        plan, self.plan = self.plan, None
+        _PENDING_SAVES.remove(self)
+        atexit.unregister(self._finish_at_exit)
+        return plan
+
+    def abandon(self) -> bool:
+        """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
+        completed. No communication."""
+        if self.plan is None:
+            return False
+        plan = self._take_plan()
+        self._job.add_done_callback(lambda job: plan.staging_lock.close())  # locked until the job ends
+        return self._phase is commit and self._job.exception() is None
+
+    def _finish_at_exit(self) -> None:
+        if os.getpid() != self._pid:  # in a forked child
+            return
+        uncaught = getattr(sys, "last_value", None)  # the uncaught exception of the program
+        if isinstance(uncaught, KeyboardInterrupt if self.world.is_solo else BaseException):
+            print(f"warning: {self._name}, which was being written in the background, is not complete: an error came "
+                  "before; a load takes the one before it", file=sys.stderr)
+            return
+        try:
+            if self.world.is_destroyed:
+                raise ConfigError("the process group was destroyed before; call engine.finish_save() sooner")
+            self._before_collective("the end of its program, with a save to complete")
+            self.wait_for_save()
+        except BaseException as error:  # at exit the error can only be printed
+            failure = exit_codes.exit_reason_of(error)
+            exit_codes.exit_with_error(f"{self._name}, which was being written in the background, is not complete: "
+                                       f"{failure.text}", failure.code)
+
+
+_PENDING_SAVES: list[AsyncSaver] = []  # pending saves of this process

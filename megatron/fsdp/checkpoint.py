@@ -12,6 +12,8 @@ from __future__ import annotations
 import os
 import secrets
 from collections.abc import Iterator, Mapping
+from functools import partial
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +24,17 @@ from torch.optim import Optimizer
 from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import TPSlice
-from megatron.checkpoint.writer import TensorPiece, save
+from megatron.checkpoint.reshard import DPSharding, TPSlice
+from megatron.checkpoint.writer import TensorSource, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp.optim_state import OptimState, params_of, scalar_states, sharded_kinds
 from megatron.fsdp.root import FSDPRoot
-from megatron.fsdp.sharded_tensor import local_params, local_tensor, make_segment
+from megatron.fsdp.sharded_tensor import LocalParam, local_params, local_tensor, make_segment
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
-from megatron.zero.api.checkpoint_io import check_client_state, tied_tensor_names
-from megatron.zero.api.checkpoint_state import (check_param_groups, check_shared_state, hyper_parameters,
-                                                restore_param_groups, tensor_entries)
+from megatron.zero.api.checkpoint_io import (check_client_state, check_param_groups, check_shared_state,
+                                             hyper_parameters, restore_param_groups, tied_tensor_names)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.offload.storage import WEIGHT
 from mpu.collectives import broadcast_json
@@ -68,11 +69,8 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "tied": tied_tensor_names(root.module, root.buckets),
         "loop": {},
         "client_state": dict(client_state or {})}
-    save(folder, name, world=root.dp, pieces=_pieces(optimizer, root, kinds),
-         tensors=(entry for bucket in root.buckets for entry in tensor_entries(bucket.layout, {
-             WEIGHT: bucket.master_state.dtype,
-             **{kind: _state_dtype(optimizer, bucket, kind) for kind in kinds if bucket.trainable}}, 1)),
-         place=root.dp.rank, rank_state={"rng": capture_rng()},
+    save(folder, name, world=root.dp, tensors=_tensor_sources(optimizer, root, kinds), place=root.dp.rank,
+         rank_state={"rng": capture_rng()},
          shared_state=shared, config={"fsdp": True}, layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3},
          run_id=shared["run_id"], iteration=steps, keep=keep, lineage=root.lineage)
     return name
@@ -119,19 +117,21 @@ def _prepare(model: nn.Module, what: str) -> FSDPRoot:
 # ---- what is written ---------------------------------------------------------------------------------------------
 
 
-def _pieces(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorPiece]:
+def _tensor_sources(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorSource]:
+    """Weights and sharded optimizer state of all parameters."""
+    def load(bucket: FlatBucket, one: LocalParam, kind: str, offset: int, count: int) -> Tensor:
+        if kind == WEIGHT:
+            return bucket.master_state.view(WEIGHT)[one.range]
+        state = optimizer.state.get(one.parameter, {})
+        return local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
+            count, dtype=_state_dtype(optimizer, bucket, kind))
+
     for bucket in root.buckets:
-        for parameter, slot, here, offset in local_params(bucket):
-            local = TPSlice(slot.shape, slot.partition)
-            weights = bucket.master_state.view(WEIGHT)[here]
-            if not len(weights):
-                continue
-            yield TensorPiece(slot.name, WEIGHT, local, offset, weights)
-            state = optimizer.state.get(parameter, {})
-            for kind in kinds if bucket.trainable else ():
-                values = local_tensor(state[kind]) if kind in state else torch.zeros(  # before its first step
-                    len(weights), dtype=_state_dtype(optimizer, bucket, kind))
-                yield TensorPiece(slot.name, kind, local, offset, values)
+        for one, kind in product(local_params(bucket), (WEIGHT, *(kinds if bucket.trainable else ()))):
+            dtype = bucket.master_state.dtype if kind == WEIGHT else _state_dtype(optimizer, bucket, kind)
+            yield TensorSource.of(kind, one.slot.name, dtype, TPSlice(one.slot.shape, one.slot.partition),
+                                  partial(load, bucket, one, kind),
+                                  DPSharding(one.slot.offset, bucket.layout.shard_numel))
 
 
 def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.dtype:

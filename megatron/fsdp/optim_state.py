@@ -24,7 +24,7 @@ from megatron.fsdp.sharded_tensor import (ShardedParam, gather_shards, local_par
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import (broadcast_nested, buckets_of, buffers_in_own_dtype, full_state_dict,
                                       load_from_rank0, prepare_all_ranks)
-from megatron.zero.api.checkpoint_state import RUN_SPECIFIC_KEYS, hyper_parameters
+from megatron.zero.api.checkpoint_io import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from mpu.collectives import broadcast_json
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
-from dataclasses import MISSING, asdict, dataclass, field, fields
+from dataclasses import MISSING, asdict, astuple, dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any, get_type_hints
@@ -21,8 +21,8 @@ from megatron.checkpoint.convert.importers import open_huggingface
 from megatron.checkpoint.file_formats import check_record, reraise_as_corrupt
 from megatron.checkpoint.manifest import MANIFEST, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint, recorded_precision
-from megatron.checkpoint.tags import (choose_tag, dangling, find_tag_of_step, has_no_checkpoint, iterations_by_tag,
-                                      parse_checkpoint_path, tag_names)
+from megatron.checkpoint.tags import (TagChoice, choose_tag, dangling, find_tag_of_step, has_no_checkpoint,
+                                      iterations_by_tag, parse_checkpoint_path)
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.hf_config import read_model_fields
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
@@ -31,8 +31,7 @@ from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
 from megatron.optim.schedulers import LRSchedule
 from megatron.train.loop import TrainState, lr_scheduler_of
-from megatron.zero.api.checkpoint_io import LoadOptions, load_external_weights
-from megatron.zero.api.checkpoint_state import check_shared_state
+from megatron.zero.api.checkpoint_io import LoadOptions, check_shared_state, load_external_weights
 from megatron.zero.api.engine import Engine
 from mpu.groups import Groups
 
@@ -51,20 +50,24 @@ class RunCheckpoints:
     notes: list[str] = field(default_factory=list)  # log lines: what was loaded, and what could not carry over
 
     def __post_init__(self) -> None:
+        section, world = self.config.save, self.groups.world
+        self._saved_steps: dict[str, int] = {}  # tags in --save -> their steps
         with ExitStack() as lock:
-            if self.config.save.save is not None:
-                root = Path(self.config.save.save)
+            if section.save is not None:
+                root = Path(section.save)
 
-                def prepare_save_root() -> None:
+                def prepare_save_root() -> dict[str, int]:
                     check_save_root_is_writable(root)
                     lock.enter_context(lock_save_root(root))
                     with explain_disk_errors(root, 0):  # after an interrupted save; slow deletions go on in background
                         clean_up_save_root(root)
+                    return iterations_by_tag(root)
 
-                on_rank_0(prepare_save_root, self.groups.world)
-            with explain_load_errors(self.config.save.load):
-                self._source = (None, None) if self.config.save.load is None \
-                    else on_rank_0(self._find_source, self.groups.world)
+                self._saved_steps = on_rank_0(prepare_save_root, world)
+            with explain_load_errors(section.load):
+                source = None if section.load is None else on_rank_0(self._find_source, world)
+            # (folder, tag) to load; None: the run starts at step 0
+            self._source = None if source is None else (Path(source[0]), TagChoice(*source[1]))
             # released by `__exit__`, which does not run if --load is invalid: the `with` above unlocks then
             self._save_root_lock = lock.pop_all()
 
@@ -77,91 +80,9 @@ class RunCheckpoints:
 
     # ---- loading ------------------------------------------------------------------------------------------------
 
-    def resume(self, engine: Engine, data_fingerprint: str) -> TrainState:
-        """The state this run starts from. `data_fingerprint` identifies the data it reads."""
-        self._data_fingerprint = data_fingerprint
-        root, tag = self._source
-        if root is None:
-            state = self._start_fresh(engine)
-        else:
-            with explain_load_errors(self.config.save.load):
-                state = self._resume_from(engine, root, tag)
-        self._note_later_tags(state)
-        return state
-
-    def _resume_from(self, engine: Engine, root: str, tag: str | None) -> TrainState:
-        section = self.config.save
-        checkpoint = open_checkpoint(root, tag, world=self.groups.world, fallback=section.resume_fallback)
-        with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
-            _check_model(self.config, checkpoint)
-        all_succeed_or_raise(lambda: check_shared_state(checkpoint), self.groups.world)
-        optimizer = not (section.finetune or section.no_load_optim)
-        saved: dict[str, Any] = checkpoint.shared_state["client_state"]
-        self._check_tokenizer(checkpoint.tag, saved)
-        if not section.finetune and "schedule" not in saved:
-            raise CheckpointError(f"{checkpoint.tag} of {section.load} was not saved by the trainer and states no "
-                                  "position of a run: give --finetune to start from its weights")
-        scheduler = lr_scheduler_of(engine)
-        state, schedule, data_fingerprint = (TrainState(), None, "") if section.finetune else parse_loop_state(
-            saved, f"{checkpoint.shared_label}: field 'client_state'")
-        if schedule is not None:  # restoring sets the learning rate from the schedule, so choose that first
-            scheduler.schedule = _choose_schedule(self.config, schedule, scheduler.schedule)
-        same_precision = recorded_precision(checkpoint.config) == self.config.precision.name
-        engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
-                                               rng=not (section.finetune or section.no_load_rng),
-                                               loss_scale=same_precision,
-                                               hyper_parameters=False))  # hyper-parameters come from the flags
-        what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
-        self.notes.append(f" loaded {what} of {checkpoint.tag} from {section.load}")
-        if section.finetune:
-            return state
-        self.notes += _resharding_note(engine, checkpoint, self.config.precision.name)
-        rule = checkpoint.shared_state["engine"].get("rule", {}) if optimizer else {}
-        self.notes += method_change_notes(checkpoint.config, self.config, rule)
-        if engine.rng_note is not None:
-            self.notes.append(engine.rng_note)
-        if data_fingerprint != self._data_fingerprint:
-            self.notes.append(
-                f" warning: {_other_samples(checkpoint.config, self.config)}; the data position carries over")
-        return state
-
-    def _check_tokenizer(self, tag: str, saved: Mapping[str, Any]) -> None:
-        """Raise (or note, with --finetune) if the tokenizer differs: ids then mean different text, even if the sizes
-        agree."""
-        known = tokenizer_facts_of_state(saved)
-        if known is None or known == self.tokenizer:
-            return
-        difference = f"trained with {known.description}, and the tokenizer here is {self.tokenizer.description}"
-        if not self.config.save.finetune:
-            raise CheckpointError(f"{tag} of {self.config.save.load} was {difference}; give its own, --tokenizer-type "
-                                  "and its files, or --finetune")
-        self.notes.append(f" warning: the weights were {difference}: they know nothing of its ids")
-
-    def _note_later_tags(self, state: TrainState) -> None:
-        """Note tags in --save of later steps, from a branch that this run leaves or from another run."""
-        root = self.config.save.save
-        saved = {} if root is None else on_rank_0(lambda: iterations_by_tag(Path(root)), self.groups.world)
-        if later := [tag for tag, step in saved.items() if step > state.iteration]:
-            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
-            self.notes.append(f" note: --save {root} holds {', '.join(later[:3])}{more}, later than iteration "
-                              f"{state.iteration} where this run starts: a save of the same name replaces it; "
-                              "after the first save `latest`, and so a resume, is of this run")
-
-    def _start_fresh(self, engine: Engine) -> TrainState:
-        """Step 0: weights from --load-hf if given, else the initial ones."""
-        folder, source = self.config.save.load, self.config.save.load_hf
-        if folder is not None:
-            self.notes.append(f" starting from scratch: {folder}, both --save and --load, holds no checkpoint "
-                              f"yet{dangling(Path(folder))}")
-        if source is not None:
-            load_external_weights(engine.core, all_succeed_or_raise(
-                lambda: _open_matching_huggingface(self.config, Path(source)), self.groups.world))
-            self.notes.append(f" initial weights from the Hugging Face folder {source}")
-        return TrainState()
-
-    def _find_source(self) -> tuple[str | None, str | None]:
-        """(folder, tag) to load. folder None: --load is the --save folder and still empty, as at the first start of a
-        restartable command. tag None: the one that `latest` names."""
+    def _find_source(self) -> tuple[str, tuple[Any, ...]] | None:
+        """(folder, fields of the TagChoice) to load. None: --load is the --save folder and still empty, as at the first
+        start of a restartable command."""
         section = self.config.save
         assert section.load is not None
         same = section.load == section.save  # a colon is part of the name then, whether the folder exists or not
@@ -174,9 +95,80 @@ class RunCheckpoints:
             tag, note = find_tag_of_step(root, section.ckpt_step)
             self.notes += [f" {note}"] if note else []
         if same and tag is None and has_no_checkpoint(root):
-            return None, None
-        choose_tag(root, tag)  # raises CheckpointError if there is none
-        return str(root), tag
+            return None
+        return str(root), astuple(choose_tag(root, tag))
+
+    def resume(self, engine: Engine, data_fingerprint: str) -> TrainState:
+        """The state this run starts from. `data_fingerprint` identifies the data it reads."""
+        self._data_fingerprint = data_fingerprint
+        if self._source is None:
+            state = self._start_fresh(engine)
+        else:
+            with explain_load_errors(self.config.save.load):
+                state = self._resume_from(engine, *self._source)
+        # of a branch that this run leaves, or of another run
+        if later := [tag for tag, step in self._saved_steps.items() if step > state.iteration]:
+            more = f" and {len(later) - 3} more" if len(later) > 3 else ""
+            self.notes.append(f" note: --save {self.config.save.save} holds {', '.join(later[:3])}{more}, later than "
+                              f"iteration {state.iteration} where this run starts: a save of the same name replaces "
+                              "it; after the first save `latest`, and so a resume, is of this run")
+        return state
+
+    def _resume_from(self, engine: Engine, root: Path, choice: TagChoice) -> TrainState:
+        config, section, world = self.config, self.config.save, self.groups.world
+        checkpoint = open_checkpoint(root, choice, world=world, fallback=section.resume_fallback)
+        # ---- what must match
+        with reraise_as_corrupt(f"tag {checkpoint.tag}: {MANIFEST}: config"):
+            _check_model(config, checkpoint)
+        all_succeed_or_raise(lambda: check_shared_state(checkpoint), world)
+        saved: dict[str, Any] = checkpoint.shared_state["client_state"]
+        tokenizer = tokenizer_facts_of_state(saved)
+        # Another tokenizer gives the ids another meaning, even if the sizes agree.
+        if tokenizer is not None and tokenizer != self.tokenizer:
+            difference = (f"trained with {tokenizer.description}, and the tokenizer here is "
+                          f"{self.tokenizer.description}")
+            if not section.finetune:
+                raise CheckpointError(f"{checkpoint.tag} of {section.load} was {difference}; give its own, "
+                                      "--tokenizer-type and its files, or --finetune")
+            self.notes.append(f" warning: the weights were {difference}: they know nothing of its ids")
+        if not section.finetune and "schedule" not in saved:
+            raise CheckpointError(f"{checkpoint.tag} of {section.load} was not saved by the trainer and states no "
+                                  "position of a run: give --finetune to start from its weights")
+        # ---- restore
+        scheduler, optimizer = lr_scheduler_of(engine), not (section.finetune or section.no_load_optim)
+        state, data_fingerprint = TrainState(), ""
+        if not section.finetune:  # restoring sets the learning rate from the schedule, so choose that first
+            state, scheduler.schedule, data_fingerprint = _read_loop_state(
+                config, saved, scheduler.schedule, f"{checkpoint.shared_label}: field 'client_state'")
+        same_precision = recorded_precision(checkpoint.config) == config.precision.name
+        engine.restore(checkpoint, LoadOptions(optimizer, counters=not section.finetune, scheduler=not section.finetune,
+                                               rng=not (section.finetune or section.no_load_rng),
+                                               loss_scale=same_precision,
+                                               hyper_parameters=False))  # hyper-parameters come from the flags
+        # ---- what could not carry over
+        what = "weights" if section.finetune else "weights and optimizer" if optimizer else "weights, without optimizer"
+        self.notes.append(f" loaded {what} of {checkpoint.tag} from {section.load}")
+        if section.finetune:
+            return state
+        rule = checkpoint.shared_state["engine"].get("rule", {}) if optimizer else {}
+        self.notes += _change_notes(engine, checkpoint, config, rule)
+        if engine.rng_note is not None:
+            self.notes.append(engine.rng_note)
+        if data_fingerprint != self._data_fingerprint:
+            self.notes.append(f" warning: {_other_samples(checkpoint.config, config)}; the data position carries over")
+        return state
+
+    def _start_fresh(self, engine: Engine) -> TrainState:
+        """Step 0: weights from --load-hf if given, else the initial ones."""
+        folder, source = self.config.save.load, self.config.save.load_hf
+        if folder is not None:
+            self.notes.append(f" starting from scratch: {folder}, both --save and --load, holds no checkpoint "
+                              f"yet{dangling(Path(folder))}")
+        if source is not None:
+            load_external_weights(engine.core, all_succeed_or_raise(
+                lambda: _open_matching_huggingface(self.config, Path(source)), self.groups.world))
+            self.notes.append(f" initial weights from the Hugging Face folder {source}")
+        return TrainState()
 
     # ---- saving -------------------------------------------------------------------------------------------------
 
@@ -197,11 +189,10 @@ class RunCheckpoints:
 
     def save_finished_run(self, engine: Engine, on_saved: OnSaved, state: TrainState) -> None:
         """Save a run that was already complete when loaded, if --save is not the --load folder."""
-        root, own = self.config.save.save, self._source[0]
-        if root is None or own is None:
-            return
-        if not on_rank_0(lambda: Path(root).resolve() == Path(own).resolve()
-                         or tag_of_iteration(state.iteration) in tag_names(Path(root)), self.groups.world):
+        root, source = self.config.save.save, self._source
+        if root is not None and source is not None and not on_rank_0(
+                lambda: Path(root).resolve() == source[0].resolve()
+                or tag_of_iteration(state.iteration) in self._saved_steps, self.groups.world):
             self._save(engine, on_saved, state)
             engine.finish_save()
 
@@ -251,16 +242,6 @@ def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
             + ("" if is_same else ", and --train-data may be another corpus"))
 
 
-def _resharding_note(engine: Engine, checkpoint: Checkpoint, precision: str) -> list[str]:
-    """One line on what was resharded; empty if nothing was."""
-    saved = {**checkpoint.layout, "precision": recorded_precision(checkpoint.config)}
-    present = {**engine.layout, "precision": precision}
-    changes = [f"{key} {saved.get(key)} -> {now}" for key, now in present.items() if saved.get(key) != now]
-    if saved["precision"] != precision == "fp16":
-        changes.append(f"the loss scale starts again at {engine.cur_scale:g}")
-    return [f" resharded: {', '.join(changes)}"] if changes else []
-
-
 def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoint:
     """The weights of --load-hf; CheckpointError if its model differs from the flags."""
     read_model_fields(str(folder))  # raises for an invalid folder
@@ -269,19 +250,6 @@ def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoi
                      for name, theirs, ours in _compare_models(weights.model, config.model) if theirs != ours]:
         raise CheckpointError(f"--load-hf {folder} is another model: {'; '.join(differing)}; give its values")
     return weights
-
-
-def _choose_schedule(config: Config, saved: LRSchedule, present: LRSchedule) -> LRSchedule:
-    """The schedule to use. The checkpoint's and the flags' must agree unless a flag chooses one."""
-    if saved == present or config.schedule.override_lr_scheduler:
-        return present
-    if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
-        return saved
-    rows = "; ".join(f"{flag} {getattr(saved, field)} in the checkpoint, {getattr(present, field)} here"
-                     for field, flag in SCHEDULE_FLAGS.items() if getattr(saved, field) != getattr(present, field))
-    raise ConfigError(
-        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
-        "--use-checkpoint-lr-scheduler the checkpoint's")
 
 
 SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--lr-warmup-iters",
@@ -293,8 +261,10 @@ SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-l
 
 # ---- the loop's state: the client state of its checkpoints ---------------------------------------------------------
 
-def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, LRSchedule, str]:
-    """(state, schedule, fingerprint of the data). `tokenizer_facts_of_state` reads the tokenizer."""
+def _read_loop_state(config: Config, saved: Mapping[str, Any], present: LRSchedule, where: str
+                     ) -> tuple[TrainState, LRSchedule, str]:
+    """(state, schedule to use, fingerprint of the data). The saved schedule and that of the flags, `present`, must
+    agree unless a flag chooses one. `tokenizer_facts_of_state` reads the tokenizer."""
     known = {"iteration": int, "consumed_samples": int, "schedule": dict, "data": str}
     record = check_record({name: saved[name] for name in (*known, "owes_evaluation") if name in saved}, where, known,
                           {"owes_evaluation": bool})
@@ -306,19 +276,34 @@ def parse_loop_state(saved: Mapping[str, Any], where: str) -> tuple[TrainState, 
         # Values of which each is good may be senseless together.
         schedule(state.iteration)
         schedule.betas(state.iteration)
-    return state, schedule, record["data"]
+    if schedule == present or config.schedule.override_lr_scheduler:
+        return state, present, record["data"]
+    if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
+        return state, schedule, record["data"]
+    rows = "; ".join(f"{flag} {getattr(schedule, name)} in the checkpoint, {getattr(present, name)} here"
+                     for name, flag in SCHEDULE_FLAGS.items() if getattr(schedule, name) != getattr(present, name))
+    raise ConfigError(
+        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
+        "--use-checkpoint-lr-scheduler the checkpoint's")
 
 
-# ---- methods that change what is learnt (docs/methods.md) ----------------------------------------------------------
+# ---- notes ---------------------------------------------------------------------------------------------------------
 
-def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
-                        saved_rule: Mapping[str, Any]) -> list[str]:
-    """One line on what a resumed run does differently: `saved` is the checkpoint's configuration, `saved_rule` its
-    optimizer state, if loaded. Settings that must not differ are refused elsewhere."""
-    def as_text(value: Any) -> str:
-        return ("on" if value else "off") if isinstance(value, bool) else str(value)
+def _change_notes(engine: Engine, checkpoint: Checkpoint, config: Config, saved_rule: Mapping[str, Any]) -> list[str]:
+    """Log lines on what was resharded, and on methods (docs/methods.md) that a resumed run applies differently.
+    `saved_rule` is the optimizer state of the checkpoint, if loaded. Settings that must not differ are refused
+    elsewhere."""
+    saved, present, notes = checkpoint.config, config.as_dict(), []
+    layout = {**checkpoint.layout, "precision": recorded_precision(saved)}
+    resharded = [f"{key} {layout.get(key)} -> {now}"
+                 for key, now in {**engine.layout, "precision": config.precision.name}.items()
+                 if layout.get(key) != now]
+    if layout["precision"] != config.precision.name == "fp16":
+        resharded.append(f"the loss scale starts again at {engine.cur_scale:g}")
+    if resharded:
+        notes.append(f" resharded: {', '.join(resharded)}")
 
-    present, changes = config.as_dict(), list[tuple[str, Any, Any]]()
+    changes: list[tuple[str, Any, Any]] = []  # (field, in the checkpoint, here)
     for section, switch in (("layer_drop", "progressive_layer_drop"), ("quantize", "quantize_training")):
         before, now = saved.get(section, {}), present[section]
         if bool(before.get(switch)) != now[switch]:
@@ -331,5 +316,9 @@ def method_change_notes(saved: Mapping[str, Mapping[str, Any]], config: Config,
             and before.get(name) != now[name]:
         changes.append((name, before.get(name), now[name]))
         why = "" if frozen_at is None else f" (no effect: the variance has been frozen since step {frozen_at})"
-    said = ", ".join(f"{flag_name(name)} {as_text(before)} -> {as_text(now)}" for name, before, now in changes)
-    return [f" changed: {said}{why}"] if changes else []
+    if changes:
+        texts = [[("on" if value else "off") if isinstance(value, bool) else str(value) for value in (before, now)]
+                 for _, before, now in changes]
+        said = ", ".join(f"{flag_name(name)} {' -> '.join(text)}" for (name, _, _), text in zip(changes, texts))
+        notes.append(f" changed: {said}{why}")
+    return notes

@@ -477,43 +477,25 @@ class ZeroEngine:
 
     def load_segments(self, names: Mapping[str, Collection[str]],
                       read: Callable[[str, Slot, int, Tensor], None]) -> None:
-        """Load this rank's part of the parameters in `names` (kind -> names), then gather the weights. Collective.
+        """Load this rank's part of the parameters in `names` (kind -> names), then gather the weights. Collective,
+        after `check_before_load`.
 
         `read(kind, slot, offset, out)` fills each segment; if it fails on one rank, all raise its error. Accumulated
         gradients are discarded: the next micro-batch begins a step."""
         self.finish_step()
         self.pass_coordinator.reshard_all()
-        self._param_guard.check_before_load()
         self._param_guard.steps = 0
         self.zero_grad()
         self._micro_batches = 0
         all_succeed_or_raise(lambda: self.state.load_segments(names, read), self.groups.world)
-        self.state.publish_loaded()
-        self._sync_exchange_with_rule()
+        publish_masters(self.all_buckets)
+        self.state.unfinished_change = None
         self.pass_coordinator.weight_version += 1
-
-    def scalar_state(self) -> dict[str, Any]:
-        """Everything that a resumed run needs besides tensors, as JSON values. Collective."""
-        self.finish_step()
-        return self.state.scalar_state()
-
-    def reset_optimizer_state(self) -> None:
-        self.finish_step()  # a deferred step still has to be counted before the counter is reset
-        self.state.reset_optimizer_state()
-        self._sync_exchange_with_rule()
-
-    def restore_scalar_state(self, saved: dict[str, Any]) -> None:
-        self.state.restore_scalar_state(saved)
-        self._sync_exchange_with_rule()
 
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:
         """One for each bucket while gradients are compressed (compression.py), otherwise empty."""
         return () if self.compressed_exchange is None else self.compressed_exchange.bucket_exchanges
-
-    def _sync_exchange_with_rule(self) -> None:
-        if self.compressed_exchange is not None:
-            self.compressed_exchange.sync_with_rule()
 
 
 def drop_gradients(module: nn.Module) -> None:

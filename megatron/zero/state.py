@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import product
 from typing import Any
 
 import torch
@@ -16,10 +17,10 @@ from torch import Tensor, nn
 from megatron.errors import ConfigError
 from megatron.optim.loss_scale import LossScaleState
 from megatron.optim.rule import UpdateRule
-from megatron.zero.bucket import FlatBucket, publish_masters
-from megatron.zero.layout import FlatLayout, Slot
+from megatron.zero.bucket import publish_masters
+from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
-from megatron.zero.offload.storage import WEIGHT, StateSegment
+from megatron.zero.offload.storage import WEIGHT
 from megatron.zero.units import Unit
 from mpu.collectives import all_gather_json, broadcast_into
 from mpu.groups import Group, Groups
@@ -96,52 +97,29 @@ class EngineState:
 
     # ---- tensors ------------------------------------------------------------------------------------------------
 
-    def segments_to_save(self, kinds: tuple[str, ...], frozen: bool = True) -> Iterator[tuple[Slot, int, StateSegment]]:
-        """Yield (slot, offset in the slot, segment) for the state that this rank writes. Together the ranks write each
-        element once: replicas of a shard write a part of it each."""
-        for bucket in self.all_buckets if frozen else self.buckets:
-            layout, rank, shift = bucket.layout, bucket.shard_group.rank, 0
-            if bucket.replica_group.size > 1:
-                layout, rank = FlatLayout(bucket.layout.slots, bucket.replica_group.size), bucket.replica_group.rank
-                shift = rank * layout.shard_numel
-            for kind in kinds:
-                for segment in layout.segments(rank) if kind in bucket.master_state.kinds else ():
-                    yield segment.slot, segment.slot_offset, StateSegment(
-                        bucket.master_state, kind, shift + segment.shard_offset, segment.count)
-
     def load_segments(self, names: Mapping[str, Collection[str]],
                       read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """Call `read(kind, slot, offset, out)` for each segment of `names` (kind -> parameter names) on this rank.
 
-        `publish_loaded` must follow. No parameter may be in use. A chunk that is overwritten completely is not read
-        first: after an NVMe failure it may be unreadable."""
+        No parameter may be in use. The state stays marked as incomplete until the masters are published. A chunk that
+        is overwritten completely is not read first: after an NVMe failure it may be unreadable."""
         self.unfinished_change = "load"
         for bucket in self.all_buckets:
-            for chunk in bucket.master_state.chunks:
-                for kind in names:
-                    if kind in bucket.master_state.kinds:
-                        self._load_chunk(bucket, kind, chunk, names[kind], read)
-
-    def _load_chunk(self, bucket: FlatBucket, kind: str, chunk: slice, names: Collection[str],
-                    read: Callable[[str, Slot, int, Tensor], None]) -> None:
-        segments = list(bucket.layout.segments(bucket.shard_group.rank, chunk))
-        reads = not all(segment.slot.name in names for segment in segments)
-        with bucket.master_state.open(chunk, [kind], reads=reads, writes=True) as opened:
-            values, end = opened[kind], 0
-            for segment in segments:
-                start = segment.shard_offset - chunk.start
-                values[end:start] = 0  # padding
-                end = start + segment.count
-                if segment.slot.name in names:
-                    read(kind, segment.slot, segment.slot_offset, values[start:end])
-            values[end:] = 0
-            if kind == WEIGHT and not self._loads_masters:
-                values.copy_(values.to(bucket.param_shard.dtype))
-
-    def publish_loaded(self) -> None:
-        """Copy the loaded masters to the parameters on every rank. Collective."""
-        publish_masters(self.all_buckets)
-        self.unfinished_change = None
+            shard = bucket.master_state
+            for chunk, kind in product(shard.chunks, [kind for kind in names if kind in shard.kinds]):
+                segments = list(bucket.layout.segments(bucket.shard_group.rank, chunk))
+                reads = not all(segment.slot.name in names[kind] for segment in segments)
+                with shard.open(chunk, [kind], reads=reads, writes=True) as opened:
+                    values, end = opened[kind], 0
+                    for segment in segments:
+                        start = segment.shard_offset - chunk.start
+                        values[end:start] = 0  # padding
+                        end = start + segment.count
+                        if segment.slot.name in names[kind]:
+                            read(kind, segment.slot, segment.slot_offset, values[start:end])
+                    values[end:] = 0
+                    if kind == WEIGHT and not self._loads_masters:
+                        values.copy_(values.to(bucket.param_shard.dtype))
 
     # ---- counters -----------------------------------------------------------------------------------------------
 
@@ -157,9 +135,11 @@ class EngineState:
                 "loss_scale": counters.scaler.scale, "clean_steps": counters.scaler.clean_steps,
                 "hysteresis_left": counters.scaler.hysteresis_left, **rounding}
 
-    def restore_scalar_state(self, saved: dict[str, Any]) -> None:
-        """Restore the result of `scalar_state`. Collective with MoQ, because the weights are rounded again."""
-        scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"])
+    def restore_scalar_state(self, saved: dict[str, Any], *, loss_scale: bool = True) -> None:
+        """Restore the result of `scalar_state`, perhaps without its loss scale. Collective with MoQ, because the
+        weights are rounded again."""
+        scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"]) if loss_scale \
+            else self.counters.scaler
         self.counters = StepCounters(scaler, saved["global_steps"], saved["skipped_steps"], saved["micro_steps"],
                                      saved["optimizer_steps"])
         self._rule.restore(saved["rule"])

@@ -10,7 +10,6 @@ from __future__ import annotations
 import secrets
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
-from math import prod
 from pathlib import Path
 from typing import Any, final
 from zlib import crc32
@@ -23,9 +22,9 @@ from megatron.checkpoint.int8_weights import (INT8_KIND, SCALE_KIND, is_quantise
                                               scales_from_maxima)
 from megatron.checkpoint.manifest import tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, read_recorded_model
-from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
+from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import tag_names
-from megatron.checkpoint.writer import LazyData, SaveReport, TensorPiece, save
+from megatron.checkpoint.writer import SaveReport, TensorSource, save
 from megatron.config.tree import Config, ModelConfig
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import CheckpointError, ConfigError
@@ -43,7 +42,7 @@ SAMPLES_PER_TENSOR = 32  # elements of each tensor that ranks compare; each read
 def parameter_partitions(model: ModelConfig) -> dict[str, tuple[tuple[int, ...], Partition | None]]:
     """Parameter name -> logical shape and how tensor parallelism splits it, in the order of the model."""
     parameters = GPT2(model, deferred=True).named_parameters()
-    return {name: (tp_sharding_of(tuple(value.shape), partition_of(value), 1).logical_shape, partition_of(value))
+    return {name: (TPSlice(tuple(value.shape), partition_of(value)).sharding.logical_shape, partition_of(value))
             for name, value in parameters}
 
 
@@ -148,57 +147,53 @@ def load_torch_file(path: Path) -> Any:
         raise CheckpointError(f"{path}: cannot be read as a torch file of tensors: {reason:.300}") from error
 
 
-# ---- saving one as a checkpoint of ours ---------------------------------------------------------------------------
+# ---- saving weights as a checkpoint of ours ------------------------------------------------------------------------
 
-def import_weights(source: ExternalCheckpoint, root: Path, quantise: bool = False) -> SaveReport:
-    """Save the weights as tag `global_step0`, with one tensor in memory at a time."""
-    return _save_tag(root, source, source.shapes, tag_of_iteration(0), Config(model=source.model).as_dict(), 0, {},
-                     quantise)
-
-
-def quantise_checkpoint(source: Checkpoint, root: Path) -> SaveReport:
-    """Save the weights of a run's tag with int8 matrices (int8_weights.py), under its name."""
-    read_recorded_model(source)  # raises if it is no GPT-2
-    shapes = {name: source.shape("weight", name) for name in source.names("weight")}
-    if "wte.weight" not in shapes:
-        raise CheckpointError(f"tag {source.tag} is not of this program's GPT-2, which is what int8 is for")
-    state = {name: value for name, value in source.shared_state["client_state"].items() if name == "tokenizer"}
-    return _save_tag(root, source, shapes, source.tag, source.config, source.iteration, state, True)
-
-
-def _save_tag(root: Path, source: Checkpoint | ExternalCheckpoint, shapes: Mapping[str, tuple[int, ...]], tag: str,
-              config: Mapping[str, Any], iteration: int, client_state: Mapping[str, Any],
-              quantise: bool) -> SaveReport:
+def save_weights(source: Checkpoint | ExternalCheckpoint, root: Path, quantise: bool = False) -> SaveReport:
+    """Save weights with one tensor in memory at a time: those of another program as tag `global_step0`, those of a
+    run's tag under its name. `quantise` makes int8 matrices (int8_weights.py)."""
+    if isinstance(source, ExternalCheckpoint):
+        shapes, tag, iteration, client_state = source.shapes, tag_of_iteration(0), 0, {}
+        config: Mapping[str, Any] = Config(model=source.model).as_dict()
+    else:
+        read_recorded_model(source)  # raises if it is no GPT-2
+        shapes = {name: source.shape("weight", name) for name in source.names("weight")}
+        if "wte.weight" not in shapes:
+            raise CheckpointError(f"tag {source.tag} is not of this program's GPT-2, which is what int8 is for")
+        tag, iteration, config = source.tag, source.iteration, source.config
+        saved = source.shared_state["client_state"]
+        client_state = {name: value for name, value in saved.items() if name == "tokenizer"}
     if tag_names(root):
         raise ConfigError(f"--output {root}: holds checkpoints already; choose another folder")
     run_id = secrets.token_hex(8)
     shared: dict[str, Any] = {"run_id": run_id, "engine": {}, "optimizer": None, "lr_scheduler": None, "buffers": {},
-                              "client_state": dict(client_state)}
-    pieces = [piece for name, shape in shapes.items() for piece in _lazy_pieces(source, name, shape, quantise)]
+                              "client_state": client_state}
+    tensors = [tensor for name, shape in shapes.items() for tensor in _tensor_sources(source, name, shape, quantise)]
     check_save_root_is_writable(root, "--output")
     with lock_save_root(root):
-        return save(root, tag, pieces=pieces, rank_state={}, shared_state=shared, config=config,
+        return save(root, tag, tensors=tensors, rank_state={}, shared_state=shared, config=config,
                     layout={"tp": 1, "dp": 1, "zero_stage": 0}, world=SOLO, run_id=run_id, iteration=iteration)
 
 
-def _lazy_pieces(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...],
-                 quantise: bool) -> list[TensorPiece]:
+def _tensor_sources(source: Checkpoint | ExternalCheckpoint, name: str, shape: tuple[int, ...],
+                    quantise: bool) -> list[TensorSource]:
     """One weight as fp32, or as int8 levels and scales. The matrix is then read twice, since the two are written to
     different places of the file."""
     read, where = partial(source.read_slice, "weight", name, TPSlice(shape)), f"weight {name!r}"
 
-    def load_whole() -> Tensor:
-        read(0, whole := torch.empty(prod(shape)))
+    # One rank writes the whole tensor: the offset is 0, and the count that of the tensor.
+    def load_whole(offset: int, count: int) -> Tensor:
+        read(0, whole := torch.empty(count))
         return whole
 
-    def load_levels() -> Tensor:
+    def load_levels(offset: int, count: int) -> Tensor:
         quantise_into(levels := torch.empty(shape, dtype=torch.int8), read, where)
         return levels.view(-1)
 
-    def piece(kind: str, shape: tuple[int, ...], dtype: torch.dtype, load: Callable[[], Tensor]) -> TensorPiece:
-        return TensorPiece(name, kind, TPSlice(shape), 0, LazyData(prod(shape), dtype, load))
+    def load_scales(offset: int, count: int) -> Tensor:
+        return scales_from_maxima(row_maxima(read, shape), where)
 
     if not quantise or not is_quantised(name, shape):
-        return [piece("weight", shape, torch.float32, load_whole)]
-    return [piece(INT8_KIND, shape, torch.int8, load_levels),
-            piece(SCALE_KIND, shape[:1], torch.float32, lambda: scales_from_maxima(row_maxima(read, shape), where))]
+        return [TensorSource.of("weight", name, torch.float32, TPSlice(shape), load_whole)]
+    return [TensorSource.of(INT8_KIND, name, torch.int8, TPSlice(shape), load_levels),
+            TensorSource.of(SCALE_KIND, name, torch.float32, TPSlice(shape[:1]), load_scales)]

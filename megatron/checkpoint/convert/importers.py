@@ -47,9 +47,16 @@ def open_external_checkpoint(source: Path, vocab_size: int | None = None, heads:
     if source.is_file() or (source / NANOGPT_FILE).is_file():
         path = source if source.is_file() else source / NANOGPT_FILE
         saved = load_torch_file(path)
-        if any(".query_key_value." in name for name, _ in _flatten_state_dict(saved, "")):
-            return open_state_dict(saved, path, vocab_size, heads, version)
-        return open_nanogpt(saved, path, vocab_size)
+        tensors = list(_flatten_state_dict(saved, ""))
+        if not any(".query_key_value." in name for name, _ in tensors):
+            return open_nanogpt(saved, path, vocab_size)
+        if version is None:
+            raise CheckpointError(
+                f"{path}: a state dict does not say in which order the rows of query_key_value are: give "
+                "--checkpoint-version 0 (q k v, head, width: Megatron-LM 1, DeepSpeedExamples) or 2 (head, q k v, "
+                "width: Megatron-LM 2 and 3, Megatron-DeepSpeed)")
+        part = MEGATRON_LM.rename_tensors(tensors, str(path))
+        return _join_ranks(str(path), [part], vocab_size, heads, version, 1e-5)
     if (folder := find_folder(source)) is not None:
         return open_rank_folders(folder, vocab_size, heads)
     raise CheckpointError(
@@ -259,17 +266,6 @@ def open_rank_folders(folder: Path, vocab_size: int | None = None, heads: int | 
     version = float(saved[0].get("checkpoint_version", 0))
     return _join_ranks(str(folder), parts, vocab_size, args.get("num_attention_heads", heads), version,
                        args.get("layernorm_epsilon", 1e-5))
-
-
-def open_state_dict(saved: Any, path: Path, vocab_size: int | None, heads: int | None,
-                    version: float | None) -> ExternalCheckpoint:
-    """Open a full model in one state dict."""
-    if version is None:
-        raise CheckpointError(f"{path}: a state dict does not say in which order the rows of query_key_value are: give "
-                              "--checkpoint-version 0 (q k v, head, width: Megatron-LM 1, DeepSpeedExamples) or 2 "
-                              "(head, q k v, width: Megatron-LM 2 and 3, Megatron-DeepSpeed)")
-    part = MEGATRON_LM.rename_tensors(_flatten_state_dict(saved, ""), str(path))
-    return _join_ranks(str(path), [part], vocab_size, heads, version, 1e-5)
 
 
 def _join_ranks(where: str, parts: list[dict[str, Tensor]], vocab_size: int | None, heads: int | None, version: float,

@@ -1,5 +1,4 @@
-"""Saves an engine to a checkpoint and restores it; the model's weights as one state dict. File formats and commits are
-in megatron/checkpoint.
+"""Saves an engine to a checkpoint and restores it. File formats and commits are in megatron/checkpoint.
 
     tensors    weights and optimizer state, as pieces of parameters
     shared     counters, loss scale, learning rate schedule, hyper-parameters, module buffers, the client state
@@ -10,50 +9,53 @@ On another layout random streams are derived from the seed and the step; all oth
 
 from __future__ import annotations
 
+import math
 import sys
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
-from safetensors.torch import save_file
 from torch import Tensor, nn
 
 from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, assert_same_weights
-from megatron.checkpoint.file_formats import reraise_as_corrupt
-from megatron.checkpoint.manifest import TensorEntry, rank_manifest_name
+from megatron.checkpoint.file_formats import check_field, check_record, reraise_as_corrupt
+from megatron.checkpoint.manifest import rank_manifest_name
 from megatron.checkpoint.reader import Checkpoint
-from megatron.checkpoint.reshard import TPSlice, tp_sharding_of
-from megatron.checkpoint.writer import LazyData, PendingSave, TensorPiece
+from megatron.checkpoint.reshard import DPSharding, TPSlice
+from megatron.checkpoint.writer import SavePlan, TensorSource, agree
 from megatron.distributed.collective_log import LOAD
 from megatron.distributed.consistency import all_succeed_or_raise, assert_same_arguments
 from megatron.distributed.rank_text import format_ranks, join_limited
 from megatron.errors import CheckpointError, ConfigError
-from megatron.zero.api.checkpoint_state import (
-    SCHEDULED_HYPER_PARAMETERS, check_hyper_parameters, check_param_groups, error_feedback, hyper_parameters,
-    load_error_feedback, restore_param_groups, saved_worker_ranks, tensor_entries)
-from megatron.zero.api.init import GatheredParameters
-from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
-from megatron.zero.api.torch_interfaces import LRSchedulerProtocol
+from megatron.optim.rule import ParamGroup
+from megatron.zero.api.torch_interfaces import EpochDataLoader, LRSchedulerProtocol
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.state import broadcast_module_buffers
-from mpu.collectives import all_gather
+from megatron.zero.offload.storage import StateSegment
 from mpu.groups import Group, Groups
-from mpu.partition import join_local_slices, partition_of
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
+from mpu.split import Partition
+
+if TYPE_CHECKING:
+    from megatron.zero.api.engine import Engine
+
+# Changed by schedulers, or stored by them in a group.
+SCHEDULED_HYPER_PARAMETERS = frozenset(
+    {"lr", "initial_lr", "max_lr", "min_lr", "swa_lr", "momentum", "betas", "base_momentum", "max_momentum"})
+
+# Which parameters a group has and how it is computed: never restored from another run.
+RUN_SPECIFIC_KEYS = frozenset({"params", "param_names", "foreach", "fused", "capturable", "differentiable"})
 
 # Keys that `client_state` must not use: the engine's own, or DeepSpeed's names for them.
 RESERVED_CLIENT_KEYS = frozenset({"module", "optimizer", "lr_scheduler", "buffers", "engine", "run_id", "client_state",
                                   "rng", "config", "layout", "global_steps", "skipped_steps", "global_samples",
                                   "micro_steps", "dp_world_size", "mp_world_size", "ds_config", "ds_version",
                                   "buffer_names", "optimizer_state_dict", "param_shapes", "frozen_param_shapes"})
-
-LOSS_SCALE_COUNTERS = ("loss_scale", "clean_steps", "hysteresis_left")  # specific to one precision
 
 SEED_STRIDE = 1_000_003
 
@@ -72,6 +74,8 @@ class LoadOptions:
     # Of the param groups: the learning rates with the scheduler, the others with the optimizer.
     hyper_parameters: bool = True
 
+
+# ---- save ------------------------------------------------------------------------------------------------------------
 
 def check_save_call(arguments: Mapping[str, Any], client_state: Mapping[str, Any], world: Group) -> None:
     """Raise ConfigError if the ranks' arguments differ or a client state cannot be saved; warn about client keys that
@@ -94,44 +98,46 @@ def check_client_state(client_state: Mapping[str, Any]) -> None:
         raise ConfigError(f"client_state: {', '.join(reserved)} is the engine's own; choose another name")
 
 
-def begin_engine_save(engine: ZeroEngine, root: Path, tag: str, *, run_id: str, client_state: Mapping[str, Any],
-                      scheduler: LRSchedulerProtocol | None, loop_state: Mapping[str, Any], optimizer: bool,
-                      rng: bool, frozen: bool, **options: Any) -> PendingSave:
-    """The save of checkpoint `tag` under `root`, for the caller to finish; `options` are `PendingSave`'s. The caller
+def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping[str, Any], *, optimizer: bool,
+                     rng: bool, frozen: bool, **options: Any) -> SavePlan:
+    """Plan the checkpoint `tag` under `root`, for the caller to finish; `options` are those of `agree`. The caller
     has checked the client state, and that every rank makes this call. Collective over the world."""
-    all_succeed_or_raise(engine.check_before_save, engine.groups.world)
-    kinds = ("weight", *(engine.rule.states if optimizer else ()))
-    tp, dp = engine.groups.tp, engine.groups.dp
-    # What all ranks together save. Replicas of an unsharded bucket divide the writing as if it were sharded.
-    entries: list[TensorEntry] = []
-    for bucket in (*engine.buckets, *(engine.frozen_buckets if frozen else ())):
-        dtypes = dict.fromkeys(kinds if bucket.trainable else ("weight",), bucket.master_state.dtype)
-        entries += tensor_entries(FlatLayout(bucket.layout.slots, dp.size), dtypes, tp.size)
-    # What this rank writes of it.
-    pieces: list[TensorPiece] = []
-    for slot, offset, segment in engine.state.segments_to_save(kinds, frozen):
-        # An offloaded segment is read when its file is written.
-        data = segment.fetch() if segment.shard.is_on_device else LazyData(segment.count, segment.shard.dtype,
-                                                                           segment.fetch)
-        local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
-        pieces.append(TensorPiece(slot.name, segment.kind, local, offset, data))
-    if optimizer and engine.compressed_exchanges:
-        more_entries, more_pieces = error_feedback(engine)
-        entries, pieces = entries + more_entries, pieces + more_pieces
+    core, tp, dp = engine.core, engine.groups.tp, engine.groups.dp
+    all_succeed_or_raise(core.check_before_save, engine.groups.world)
+    kinds, tensors = ("weight", *(core.rule.states if optimizer else ())), list[TensorSource]()
+    for bucket in (*core.buckets, *(core.frozen_buckets if frozen else ())):
+        # Replicas of an unsharded bucket divide the writing as if it were sharded.
+        layout = FlatLayout(bucket.layout.slots, dp.size)
+        for kind, slot in product(kinds if bucket.trainable else ("weight",), layout.slots):
+            tensors.append(TensorSource.of(kind, slot.name, bucket.master_state.dtype,
+                                           TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
+                                           partial(read_state, bucket, kind, slot),
+                                           DPSharding(slot.offset, layout.shard_numel)))
+    errors = error_feedback(core) if optimizer else []
+    epochs, batch_size = engine.training_dataloader, engine.train_batch_size()
     shared = {
-        "run_id": run_id,
-        "engine": engine.scalar_state(),
-        "optimizer": engine.rule.name,
-        "owed": [WORKER_ERROR, SERVER_ERROR] if optimizer and engine.compressed_exchanges else [],
-        "param_groups": hyper_parameters(engine.param_groups),
-        "lr_scheduler": None if scheduler is None else scheduler.state_dict(),
+        "run_id": engine.run_id,
+        "engine": core.state.scalar_state(),
+        "optimizer": core.rule.name,
+        "owed": [WORKER_ERROR, SERVER_ERROR] if errors else [],
+        "param_groups": hyper_parameters(core.param_groups),
+        "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
         "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
-        "tied": tied_tensor_names(engine.module, (*engine.buckets, *engine.frozen_buckets)),
-        "loop": dict(loop_state),
+        "tied": tied_tensor_names(engine.module, core.all_buckets),
+        "loop": {"global_samples": engine.global_samples,
+                 "train_batch_size": None if batch_size == engine.configured_batch_size else batch_size,
+                 "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
         "client_state": dict(client_state)}
-    return PendingSave(root, tag, pieces=pieces, tensors=entries, place=dp.rank * tp.size + tp.rank,
-                       rank_state={"rng": capture_rng()} if rng else {}, shared_state=shared,
-                       world=engine.groups.world, run_id=run_id, iteration=engine.counters.global_steps, **options)
+    return agree(root, tag, tensors=tensors + errors, rank_state={"rng": capture_rng()} if rng else {},
+                 shared_state=shared, config=engine.config.as_dict(), layout=engine.layout, world=engine.groups.world,
+                 place=dp.rank * tp.size + tp.rank, run_id=engine.run_id, iteration=core.state.counters.global_steps,
+                 lineage=engine.lineage, **options)
+
+
+def read_state(bucket: FlatBucket, kind: str, slot: Slot, offset: int, count: int) -> Tensor:
+    """`count` elements from `offset` of the slot, which this rank holds: a view, or a copy from NVMe."""
+    start = slot.offset + offset - bucket.shard_group.rank * bucket.layout.shard_numel
+    return StateSegment(bucket.master_state, kind, start, count).fetch()
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -144,37 +150,73 @@ def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[
     return {name: saved[key] for name, key in named.items() if saved.get(key, name) != name}
 
 
+# ---- load ------------------------------------------------------------------------------------------------------------
+
+SHARED_FIELDS = {"run_id": str, "engine": dict, "buffers": dict, "client_state": dict}
+OPTIONAL_FIELDS = {"optimizer": str | None, "owed": list[str] | None, "param_groups": list[dict[str, Any]] | None,
+                   "lr_scheduler": dict | None, "tied": dict | None, "loop": dict | None}
+ENGINE_FIELDS = {"global_steps": int, "skipped_steps": int, "micro_steps": int, "optimizer_steps": int,
+                 "clean_steps": int, "hysteresis_left": int, "loss_scale": float, "rule": dict}
+QUANTISATION_FIELDS = {"counter": int, "blocks": list[str], "bits": list[int], "periods": list[int],
+                       "fell_at": list[int], "factors": list[int]}
+
+
+def check_shared_state(checkpoint: Checkpoint) -> None:
+    """Raise CheckpointError if a field is missing, unknown, or of the wrong type or range. Does not check the client
+    state and what a scheduler or an optimizer validates itself."""
+    where = checkpoint.shared_label
+    state = check_record(checkpoint.shared_state, where, SHARED_FIELDS, OPTIONAL_FIELDS)
+    engine = state["engine"]
+    if engine:  # imported weights come from no engine
+        check_record(engine, f"{where}: field 'engine'", ENGINE_FIELDS, {"quantisation": dict})
+        if engine["loss_scale"] <= 0:
+            raise CheckpointError(f"{where}: field 'engine': field 'loss_scale' must be a finite number above 0, found "
+                                  f"{engine['loss_scale']!r:.80}")
+    if "quantisation" in engine:
+        quantisation = check_record(engine["quantisation"], f"{where}: field 'quantisation'", QUANTISATION_FIELDS,
+                                    {"rounded": list[str]})
+        # For every block a name and one number of each kind.
+        counts = {len(quantisation[name]) for name in ("blocks", "bits", "periods", "fell_at", "factors")}
+        if len(counts) != 1 or 0 in counts:
+            raise CheckpointError(f"{where}: field 'quantisation': bits, periods, fell_at and factors are not of the "
+                                  "same blocks")
+    for name, kind in (("buffers", Tensor), ("tied", str)):
+        for value in (state.get(name) or {}).values():
+            check_field(f"{where}: field {name!r}", value, kind)
+    for name in ("global_samples", "train_batch_size", "epoch"):
+        check_field(f"{where}: field 'loop': field {name!r}", (state.get("loop") or {}).get(name), int | None)
+
+
 def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedulerProtocol | None,
                 options: LoadOptions) -> None:
     """Restore everything but the random streams from an open checkpoint. `counters` includes the schedule, and the loss
     scale unless that is off. Mismatches raise before anything changes."""
-    all_succeed_or_raise(engine.check_before_load, engine.groups.world)
-    optimizer, shared = options.optimizer and bool(engine.buckets), checkpoint.shared_state
-    where = checkpoint.shared_label
+    world, state, shared, where = engine.groups.world, engine.state, checkpoint.shared_state, checkpoint.shared_label
+    all_succeed_or_raise(engine.check_before_load, world)
+    optimizer = options.optimizer and bool(engine.buckets)
     if options.counters and not shared["engine"]:
         raise CheckpointError(f"{checkpoint.label} holds imported weights, not a run: load them with "
                               "load_module_only=True, or --finetune")
     _check_model(engine, checkpoint, options.strict, optimizer)
     param_groups = _param_groups_to_restore(shared, scheduler, options) if engine.buckets else None
     if param_groups is not None:
-        check_param_groups(param_groups, engine.param_groups, checkpoint.label)
-        check_hyper_parameters(param_groups, engine.param_groups, where)
+        check_param_groups(param_groups, engine.param_groups, where)
+
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
     known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
     engine.load_segments(known, partial(_read_segment, engine, checkpoint))
     for name, buffer in engine.module.named_buffers():
         if name in shared["buffers"]:
             buffer.copy_(shared["buffers"][name])
-    # After the tensors: the rule's scalars decide whether gradients are compressed, and with MoQ round the weights.
-    if options.counters:
-        own = ({} if options.loss_scale
-               else {key: value for key, value in engine.scalar_state().items() if key in LOSS_SCALE_COUNTERS})
+    if options.counters:  # after the tensors: with MoQ this rounds the weights
         with reraise_as_corrupt(f"{where}: field 'engine'"):
-            engine.restore_scalar_state({**shared["engine"], **own})
+            state.restore_scalar_state(shared["engine"], loss_scale=options.loss_scale)
     if not optimizer:
-        all_succeed_or_raise(engine.reset_optimizer_state, engine.groups.world)
-    elif engine.compressed_exchanges:
-        all_succeed_or_raise(lambda: load_error_feedback(engine, checkpoint), engine.groups.world)
+        all_succeed_or_raise(state.reset_optimizer_state, world)
+    if engine.compressed_exchange is not None:
+        engine.compressed_exchange.sync_with_rule()  # the rule's scalars decide whether gradients are compressed
+        if optimizer:
+            all_succeed_or_raise(lambda: load_error_feedback(engine, checkpoint), world)
     if param_groups is not None:
         restore_param_groups(engine.param_groups, param_groups)
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
@@ -233,7 +275,7 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
     shapes = [(f"buffer {name!r}", buffer.shape, checkpoint.shared_state["buffers"].get(name, buffer).shape)
               for name, buffer in engine.module.named_buffers()]
     for slot, is_trainable in slots:
-        expected = tp_sharding_of(slot.shape, slot.partition, engine.groups.tp.size).logical_shape
+        expected = TPSlice(slot.shape, slot.partition, tp_size=engine.groups.tp.size).sharding.logical_shape
         for kind in ("weight", *(states if strict and is_trainable else ())):
             if (kind, slot.name) in checkpoint.tensors:
                 shapes.append((f"{kind} {slot.name!r}", expected, checkpoint.shape(kind, slot.name)))
@@ -269,93 +311,129 @@ def restore_rng_streams(checkpoint: Checkpoint, groups: Groups, layout: Mapping[
     return f" random streams start from the seed: saved on {dict(checkpoint.layout)}, now {dict(layout)}"
 
 
-def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str, Tensor]:
-    """The model's state dict in the working precision, tensor parallel slices joined, on the host of world rank 0
-    (empty on the others). Collective; one bucket is gathered at a time. The caller has checked that arguments are
-    equal."""
-    all_succeed_or_raise(engine.check_before_save, engine.groups.world)
-    collects, tp = engine.groups.world.rank == 0, engine.groups.tp
-    collected: dict[int, Tensor] = {}
-    for bucket in (*engine.buckets, *engine.frozen_buckets):
-        try:
-            bucket.gather_for_user()
-            for parameter in bucket.parameters:
-                value, partition = parameter.detach(), partition_of(parameter)
-                if partition is not None:
-                    slices = [value] if tp.is_solo else list(all_gather(value.unsqueeze(0), tp, dim=0))
-                    value = join_local_slices(slices, partition)
-                    if partition.size is not None:  # without padding
-                        value = value.narrow(partition.dim, 0, partition.size)
-                if collects and (frozen or bucket.trainable):
-                    collected[id(parameter)] = value.to("cpu", copy=True).contiguous()
-        except BaseException:  # an interrupt or an OOM error: reshard without communication
-            bucket.cancel_user_gather()
-            raise
-        bucket.reshard_after_user(None)
-    for tensor in engine.module.buffers() if collects else ():
-        collected[id(tensor)] = tensor.detach().cpu()
-    names = engine.module.state_dict(keep_vars=True)
-    return {name: collected[id(tensor)] for name, tensor in names.items() if id(tensor) in collected}
+# ---- hyper-parameters of the param groups ----------------------------------------------------------------------------
+
+def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
+    """The serializable ones of each group: numbers, strings, tensors, and lists or tuples of them."""
+    return [{name: value for name, value in group.items() if name not in RUN_SPECIFIC_KEYS and _is_serializable(value)}
+            for group in groups]
 
 
-def write_state_dict(state_dict: Mapping[str, Tensor], path: Path) -> None:
-    """Write one file: safetensors if its name ends so (a tied tensor once per name), otherwise torch.save."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.suffix == ".safetensors":
-        save_file({name: tensor.clone() for name, tensor in state_dict.items()}, path)
-    else:
-        torch.save(dict(state_dict), path)
+def check_param_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[ParamGroup], where: str) -> None:
+    """Raise CheckpointError unless saved values have the types of the groups' values and are finite."""
+    if len(saved) != len(groups):
+        raise CheckpointError(
+            f"{where} holds the hyper-parameters of {len(saved)} param groups, the optimizer has {len(groups)}: give "
+            "it the same groups, or load_optimizer_states=False and load_lr_scheduler_states=False")
+    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
+        for name, value in values.items():
+            if name in group and not _is_same_kind(group[name], value):
+                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
+                                      f"of {group[name]!r:.80}")
 
 
-def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """Load data parallel rank 0's weights and buffers by name, into the model and the masters. Collective, one bucket
-    at a time; mismatches raise on every rank before anything changes."""
-    provides_values = engine.groups.dp.rank == 0
-    buckets = [*engine.buckets, *engine.frozen_buckets]
-
-    def check() -> None:
-        for bucket in buckets:
-            bucket.check_before_user_gather()
-        if provides_values:
-            _check_state_dict(engine, state, strict)
-
-    engine.assert_collective_call(LOAD)
-    assert_same_arguments("load_module_state_dict", {"strict": strict}, engine.groups.world)
-    check_same_descriptions(describe_buffers(engine.module), engine.groups.world,  # they may be newer than the engine
-                            "the ranks call load_module_state_dict with different buffers")
-    all_succeed_or_raise(check, engine.groups.world)
-    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
-    new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}
-    with engine.state.guard_state_change("load of weights"):
-        for bucket in buckets:
-            with GatheredParameters(bucket.parameters, modifier_rank=0):
-                for parameter in bucket.parameters:
-                    if (value := new.get(id(parameter))) is not None:
-                        parameter.copy_(value)
-    with torch.no_grad():
-        for buffer in engine.module.buffers():
-            if (value := new.get(id(buffer))) is not None:
-                buffer.copy_(value)
-    broadcast_module_buffers(engine.module, engine.groups)
+def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
+    for group, values in zip(groups, saved, strict=True):
+        for name, value in values.items():
+            current = group.get(name)
+            if isinstance(current, Tensor):  # in place: a compiled step or a scheduler may hold this tensor
+                current.fill_(value)
+            else:
+                group[name] = value.item() if isinstance(value, Tensor) and isinstance(current, float) else value
 
 
-def _check_state_dict(engine: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:
-    """torch's checks of a state dict, before anything is written."""
-    named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
-    if named and not state:
-        raise ConfigError("load_state_dict was given an empty state dict on the first data parallel rank (tensor "
-                          f"parallel rank {engine.groups.tp.rank}), whose weights count: give it the weights of its "
-                          "part of the model, or use save_checkpoint and load_checkpoint")
-    for what, names in (("missing", named.keys() - state.keys()), ("not the model's", state.keys() - named.keys())):
-        if names and strict:
-            raise ConfigError(f"load_state_dict: {len(names)} names are {what}, {min(names)} first; give the state "
-                              "dict of this model, or strict=False")
-    for name in named.keys() & state.keys():
-        current, given = named[name], state[name]
-        if not isinstance(current, Tensor):  # from get_extra_state()
-            raise ConfigError(f"load_state_dict: {name} is not a tensor, and only tensors are loaded: give it to "
-                              "set_extra_state() of its module, and leave it out, with strict=False")
-        if not isinstance(given, Tensor) or given.shape != current.shape:
-            found = f"shape {list(given.shape)}" if isinstance(given, Tensor) else f"a {type(given).__name__}"
-            raise ConfigError(f"load_state_dict: {name} has {found} in the state dict, and shape "
-                              f"{list(current.shape)} in the model")
+def _is_serializable(value: Any) -> bool:
+    if isinstance(value, list | tuple):
+        return all(map(_is_serializable, value))
+    return value is None or isinstance(value, bool | int | float | str | Tensor)
+
+
+def _is_same_kind(current: Any, value: Any) -> bool:
+    if current is None or value is None:
+        return True
+    if isinstance(current, list | tuple):
+        return (isinstance(value, list | tuple) and len(value) == len(current)
+                and all(map(_is_same_kind, current, value)))
+    if isinstance(current, str):
+        return isinstance(value, str)
+    if isinstance(value, Tensor):
+        return value.numel() == 1
+    return isinstance(value, int | float) and math.isfinite(value)
+
+
+# ---- 1-bit error feedback --------------------------------------------------------------------------------------------
+
+#     worker_error    [dp ranks, ...shape of the parameter]: each rank writes its own, unsharded
+#     server_error    [...shape of the parameter]: each server writes its chunk
+#
+# With the saved number of ranks each rank reads its own errors; with another number every rank takes the mean.
+
+def error_feedback(engine: ZeroEngine) -> list[TensorSource]:
+    """What a save holds of compressed gradients; nothing before they are compressed."""
+    dp, tp, tensors = engine.groups.dp, engine.groups.tp, list[TensorSource]()
+    for exchange in engine.compressed_exchanges:
+        layout, mean = exchange.layout, exchange.one_bit_mean
+        workers, servers = list[TensorSource](), list[TensorSource]()
+        for slot in (slot for slot in layout.slots if slot.numel):
+            # Element 0 of the slot, in the buffer of all ranks' errors and in this server's chunk.
+            worker_start = slot.offset - dp.rank * slot.numel
+            server_start = slot.offset - dp.rank * layout.shard_numel
+            workers.append(TensorSource.of(
+                WORKER_ERROR, slot.name, mean.worker_error.dtype,
+                TPSlice(*_worker_error_shape(slot, dp.size), tp.rank, tp.size),
+                partial(_elements, mean.worker_error, worker_start), DPSharding(0, slot.numel)))
+            servers.append(TensorSource.of(
+                SERVER_ERROR, slot.name, mean.server_error.dtype, TPSlice(slot.shape, slot.partition, tp.rank, tp.size),
+                partial(_elements, mean.server_error, server_start), DPSharding(slot.offset, layout.shard_numel)))
+        tensors += workers + servers
+    return tensors
+
+
+def _elements(flat: Tensor, start: int, offset: int, count: int) -> Tensor:
+    return flat[start + offset : start + offset + count]
+
+
+def load_error_feedback(engine: ZeroEngine, checkpoint: Checkpoint) -> None:
+    """Call it after the rule's state is restored, which decides what is compressed. Checkpoints from before compression
+    began hold no errors."""
+    dp, tp = engine.groups.dp, engine.groups.tp
+    for exchange in engine.compressed_exchanges:
+        for slot in exchange.layout.slots:
+            # Missing for an empty parameter and for a new one (strict=False).
+            if (WORKER_ERROR, slot.name) not in checkpoint.tensors:
+                continue
+            out = exchange.one_bit_mean.worker_error[slot.offset : slot.end]
+            ranks = saved_worker_ranks(engine, checkpoint, slot)
+            local = TPSlice(*_worker_error_shape(slot, ranks), tp.rank, tp.size)
+            if ranks == dp.size:
+                checkpoint.read_slice(WORKER_ERROR, slot.name, local, dp.rank * slot.numel, out)
+                continue
+            # Another number of ranks: each takes the mean, so that the mean over the ranks stays.
+            out.zero_()
+            for rank in range(ranks):
+                one = out.new_empty(slot.numel)
+                checkpoint.read_slice(WORKER_ERROR, slot.name, local, rank * slot.numel, one)
+                out.add_(one, alpha=1 / ranks)
+        for segment in exchange.layout.segments(dp.rank):
+            slot, start = segment.slot, segment.shard_offset
+            if (SERVER_ERROR, slot.name) in checkpoint.tensors:
+                local = TPSlice(slot.shape, slot.partition, tp.rank, tp.size)
+                checkpoint.read_slice(SERVER_ERROR, slot.name, local, segment.slot_offset,
+                                      exchange.one_bit_mean.server_error[start : start + segment.count])
+
+
+def saved_worker_ranks(engine: ZeroEngine, checkpoint: Checkpoint, slot: Slot) -> int:
+    """The number of ranks that saved worker errors of a parameter; CheckpointError for another shape than its own."""
+    saved = checkpoint.shape(WORKER_ERROR, slot.name)
+    expected = TPSlice(*_worker_error_shape(slot, 1), tp_size=engine.groups.tp.size).sharding.logical_shape
+    if len(saved) != len(expected) or saved[1:] != expected[1:] or not saved[0]:
+        raise CheckpointError(
+            f"{checkpoint.label} is of another model: {WORKER_ERROR} {slot.name!r}: shape expected "
+            f"[ranks, {', '.join(map(str, expected[1:]))}], found {list(saved)}")
+    return saved[0]
+
+
+def _worker_error_shape(slot: Slot, ranks: int) -> tuple[tuple[int, ...], Partition | None]:
+    """Shape [ranks, ...parameter] and tensor parallel partition of one parameter's worker errors."""
+    partition = slot.partition
+    return (ranks, *slot.shape), partition and replace(partition, dim=partition.dim % len(slot.shape) + 1)

@@ -15,18 +15,18 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import asdict
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from megatron.checkpoint.async_save import AsyncSaver, HostSnapshot, pending_saves_in, wait_for_earlier_saves
-from megatron.checkpoint.commit import Keep, check_save_root_is_writable
+from megatron.checkpoint.commit import Keep
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import has_no_checkpoint
-from megatron.checkpoint.writer import SaveReport
+from megatron.checkpoint.writer import AsyncSaver, SaveReport, finish
 from megatron.config.schema import require
 from megatron.config.tree import Config
 from megatron.distributed.collective_log import LOAD, SAVE
@@ -35,13 +35,12 @@ from megatron.distributed.process_group import read_environment
 from megatron.distributed.rank_status import STATUS
 from megatron.errors import ConfigError, TrainerError
 from megatron.metrics.step_metrics import NvmeStats
-from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, gather_full_state_dict, load_engine,
-                                             load_module_weights, restore_rng_streams, begin_engine_save,
-                                             write_state_dict)
-from megatron.zero.api.checkpoint_state import check_shared_state
+from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, check_shared_state, load_engine,
+                                             plan_engine_save, restore_rng_streams)
 from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
                                                ProgressiveLayerDrop, StepObserver)
+from megatron.zero.api.full_state_dict import gather_full_state_dict, load_module_weights, write_state_dict
 from megatron.zero.api.model_checks import check_argument, to_folder
 from megatron.zero.api.torch_interfaces import (EpochDataLoader, LRSchedulerProtocol, ReversibleSchedulerStep,
                                                 ZeroOptimizer, is_reversible)
@@ -71,7 +70,7 @@ class Engine:
         # As stored in checkpoints.
         self.layout = {"tp": core.groups.tp.size, "dp": core.groups.dp.size, "zero_stage": config.zero.zero_stage}
         core.micro_batch = config.train.batch_size
-        self._configured_batch_size = config.global_batch_size(core.groups.dp.size)
+        self.configured_batch_size = config.global_batch_size(core.groups.dp.size)
         # fp32 accumulation buffers can only be allocated with the engine
         self._can_accumulate = (core.accumulation_steps > 1 or config.precision.fp32_allreduce
                                 or self.working_dtype == torch.float32)
@@ -94,12 +93,11 @@ class Engine:
         # `step` returns after the new parameters are gathered. A loop that reads parameters only through this engine
         # may set False: the gathers then overlap the next forward.
         self.block_until_params_gathered = True
-        self._run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
-        self._lineage = Lineage()
+        self.run_id: str = broadcast_json(secrets.token_hex(8), core.groups.world)
+        self.lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
-        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self._run_id)
-        self._host_copy = HostSnapshot(self.device)
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self.run_id)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
@@ -481,34 +479,22 @@ class Engine:
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.finish_step()
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
-
-        def prepare_root() -> list[str]:
-            check_save_root_is_writable(root)
-            return pending_saves_in(root)
-
-        earlier = on_rank_0(prepare_root, self.groups.world)
-        self.finish_save()
-        wait_for_earlier_saves(earlier, self.groups.world)
+        self._background_save.finish_earlier_saves(root)
         in_background &= not self.core.engine_storage.has_offloaded_state
-        epochs, batch_size = self.training_dataloader, self.train_batch_size()
-        save = begin_engine_save(
-            self.core, root, name, run_id=self._run_id, client_state=client_state or {}, scheduler=self.lr_scheduler,
-            loop_state={"global_samples": self.global_samples,
-                        "train_batch_size": None if batch_size == self._configured_batch_size else batch_size,
-                        "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
-            optimizer=save_optimizer_states, rng=save_rng_states, frozen=not exclude_frozen_parameters,
-            config=self.config.as_dict(), layout=self.layout, lineage=self._lineage, keep=keep, latest=save_latest,
-            hold=self._host_copy.copy_tensors if in_background else None)
+        plan = plan_engine_save(
+            self, root, name, client_state or {}, optimizer=save_optimizer_states, rng=save_rng_states,
+            frozen=not exclude_frozen_parameters, keep=keep, latest=save_latest, on_complete=on_complete,
+            hold=partial(self._background_save.copy_tensors, self.device) if in_background else None)
         if in_background:
-            self._background_save.start(save, on_complete)
+            self._background_save.start(plan)
         else:
-            on_complete(save.finish())
+            finish(plan)
         return True
 
     @property
     def is_saving(self) -> bool:
         """A background save is pending."""
-        return self._background_save.has_pending_save
+        return self._background_save.plan is not None
 
     def finish_save(self) -> None:
         """Wait for the pending save, if any. Collective. Call it before the process exits."""
@@ -553,9 +539,9 @@ class Engine:
         assert_same_arguments("restore", {**asdict(options), "tag": checkpoint.tag}, self.groups.world)
         self.finish_step()
         load_engine(self.core, checkpoint, self.lr_scheduler, options)
-        self.monitor.reset_loss()
+        self.monitor.loss = None  # the accumulated gradients were discarded
         if options.counters:
-            self._run_id, self._lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
+            self.run_id, self.lineage = checkpoint.shared_state["run_id"], Lineage(checkpoint.manifest)
             loop_state = checkpoint.shared_state.get("loop", {})
             self.global_samples = loop_state.get("global_samples", self.global_steps * self.train_batch_size())
             saved_size = loop_state.get("train_batch_size")

@@ -90,7 +90,7 @@ class EngineMonitor(StepObserver):
             DEFAULT_STEPS_PER_PRINT if active.times or active.memory else 0)
         self.is_active = active != MonitorConfig()
         self._device, self._read_nvme_stats = device, read_nvme_stats
-        self._loss: Tensor | None = None
+        self.loss: Tensor | None = None  # of the step so far
         self._seconds: dict[str, float] = {}  # by phase, since the last console line
         self._bytes: dict[str, int] = {}  # maximum after each phase, since the last console line
         self._nvme_stats: NvmeStats | None = None  # since the last console line
@@ -144,20 +144,16 @@ class EngineMonitor(StepObserver):
             torch.cuda.synchronize(self._device)
         return time.perf_counter()
 
-    def reset_loss(self) -> None:
-        """The accumulated gradients were discarded."""
-        self._loss = None
-
     def backward_done(self, loss: Tensor) -> None:
         """Add a micro-batch's share of the step's loss; it stays on the device."""
         if self._print_interval or self._sinks:
-            self._loss = loss.detach() if self._loss is None else self._loss + loss.detach()
+            self.loss = loss.detach() if self.loss is None else self.loss + loss.detach()
 
     def step_done(self, engine: Engine) -> None:
         """Write the scalars, and a console line if due."""
         self._steps_since_line += 1
         self._write_pending_scalars()
-        loss, self._loss = self._loss, None
+        loss, self.loss = self.loss, None
         if loss is None:  # nothing is reported
             return
         is_due = self._print_interval > 0 and engine.global_steps % self._print_interval == 0

@@ -21,12 +21,12 @@ import torch
 from data.storage import crc32
 from megatron.checkpoint import writer
 from megatron.checkpoint.file_formats import seal_record, unseal_record
-from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage, TensorEntry
+from megatron.checkpoint.manifest import MANIFEST, CommitRecord, Lineage
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
+from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.tags import choose_tag, latest_tag, read_tag_manifest
 from megatron.checkpoint.verify import verify_tag
-from megatron.checkpoint.writer import LazyData, TensorPiece
+from megatron.checkpoint.writer import TensorSource
 from megatron.distributed import consistency
 from megatron.errors import CheckpointError
 from megatron.zero.layout import FlatLayout, Slot
@@ -79,17 +79,38 @@ def local(tensor: torch.Tensor, partition: Partition | None, tp_rank: int, tp: i
     return torch.cat([part.chunk(tp, partition.dim)[tp_rank] for part in parts], partition.dim)
 
 
-def runs(tensors: dict[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int, dp_rank: int,
-         padding: float = 0) -> Iterator[TensorPiece]:
-    """What rank (tp_rank, dp_rank) owns, in the engine's own flat layout."""
+def sources(values: Mapping[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int,
+            padding: float = 0) -> Iterator[TensorSource]:
+    """What all ranks of the grid together save, in the engine's own flat layout, with the data of one."""
     for kind in KINDS:
-        locals_ = {name: local(tensors[kind, name], partition, tp_rank, grid.tp, padding)
+        locals_ = {name: local(values[kind, name], partition, tp_rank, grid.tp, padding)
                    for name, (_, partition) in SHAPES.items()}
         slots = [Slot(name, tuple(value.shape), partition=SHAPES[name][1]) for name, value in locals_.items()]
-        for part in FlatLayout(slots, grid.dp).segments(dp_rank):
-            slot, start, stop = part.slot, part.slot_offset, part.slot_offset + part.count
-            data = locals_[slot.name].flatten()[start:stop]
-            yield TensorPiece(slot.name, kind, TPSlice(slot.shape, slot.partition, tp_rank, grid.tp), start, data)
+        layout = FlatLayout(slots, grid.dp)
+        for slot in layout.slots:
+            yield TensorSource.of(kind, slot.name, torch.float32, TPSlice(slot.shape, slot.partition, tp_rank, grid.tp),
+                                  load_from(locals_[slot.name]), DPSharding(slot.offset, layout.shard_numel))
+
+
+def whole(name: str, data: torch.Tensor, kind: str = "weight") -> TensorSource:
+    """A tensor that is not split."""
+    return TensorSource.of(kind, name, data.dtype, TPSlice(tuple(data.shape)), load_from(data))
+
+
+def load_from(data: torch.Tensor) -> Callable[[int, int], torch.Tensor]:
+    return lambda offset, count: data.flatten()[offset:offset + count]
+
+
+def runs(values: Mapping[tuple[str, str], torch.Tensor], grid: Grid, tp_rank: int, dp_rank: int,
+         padding: float = 0) -> Iterator[tuple[str, str, TPSlice, int, torch.Tensor]]:
+    """(kind, name, cut, offset, elements) of what rank (tp_rank, dp_rank) owns, by plain slicing."""
+    for entry in (source.entry for source in sources(values, grid, tp_rank, padding)):
+        partition, cut = SHAPES[entry.name][1], entry.dp_sharding
+        own = local(values[entry.kind, entry.name], partition, tp_rank, grid.tp, padding)
+        start, stop = (min(max(shard * cut.shard_size - cut.start, 0), own.numel()) for shard in (dp_rank, dp_rank + 1))
+        if start < stop:
+            yield (entry.kind, entry.name, TPSlice(tuple(own.shape), partition, tp_rank, grid.tp), start,
+                   own.flatten()[start:stop])
 
 
 class ThreadWorld:
@@ -139,27 +160,14 @@ class ThreadWorld:
             yield
 
 
-def tensors(grid: Grid) -> Iterator[TensorEntry]:
-    """What all ranks of the grid together save."""
-    made = logical()
-    for kind in KINDS:
-        slots = [Slot(name, tuple(local(made[kind, name], partition, 0, grid.tp).shape), partition=partition)
-                 for name, (_, partition) in SHAPES.items()]
-        layout = FlatLayout(slots, grid.dp)
-        for slot in layout.slots:
-            yield TensorEntry(kind, slot.name, "F32", tp_sharding_of(slot.shape, slot.partition, grid.tp),
-                              DPSharding(slot.offset, layout.shard_numel))
-
-
 def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: float = 0, run: str = "made",
               config: Mapping[str, Any] = {"hidden": 8}, tag: str | None = None) -> list[Any]:
     """Save as tp x dp ranks; what `save` returned or raised on each. The engine skips no replicated copies here."""
     values, lineage = logical(seed), Lineage(_parent(root, None, run))
 
     def work(world: Group) -> Any:
-        tp_rank, dp_rank = world.rank % grid.tp, world.rank // grid.tp
-        return writer.save(root, tag or f"global_step{step}", pieces=runs(values, grid, tp_rank, dp_rank, padding),
-                           tensors=tensors(grid),
+        return writer.save(root, tag or f"global_step{step}",
+                           tensors=sources(values, grid, world.rank % grid.tp, padding),
                            rank_state={"seed": world.rank, "stream": torch.arange(8, dtype=torch.uint8) + world.rank},
                            shared_state={"scale": 2.0, "position": [1, step]}, config=config,
                            layout={"tp": grid.tp, "dp": grid.dp}, world=world, run_id=run, iteration=step,
@@ -169,13 +177,12 @@ def save_grid(root: Path, grid: Grid, step: int = 1, seed: int = 0, padding: flo
 
 
 def save_solo(root: Path, step: int, seed: int | None = None, tag: str | None = None, run: str = "solo",
-              after: str | None = None, data: torch.Tensor | LazyData | None = None, **given: Any) -> None:
+              after: str | None = None, data: torch.Tensor | None = None, **given: Any) -> None:
     """A small checkpoint of one rank: `data`, or numbers that depend on the seed (default: the step) alone. It
     continues from the tag `after`, or else from the one that `latest` names where that is of the same run."""
     values = torch.full((16,), float(step if seed is None else seed)) if data is None else data
-    count = values.count if isinstance(values, LazyData) else len(values)
     content: dict[str, Any] = dict(
-        pieces=[TensorPiece("w", "weight", TPSlice((count,)), 0, values)], shared_state={}, config={},
+        tensors=[whole("w", values)], shared_state={}, config={},
         rank_state={"stream": torch.arange(4, dtype=torch.uint8)}, layout={"tp": 1, "dp": 1}, world=SOLO, run_id=run,
         iteration=step, lineage=Lineage(_parent(root, after, run)))
     writer.save(root, tag or f"global_step{step}", **{**content, **given})

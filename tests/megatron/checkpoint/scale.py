@@ -27,10 +27,10 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from megatron.checkpoint import writer
-from megatron.checkpoint.manifest import MANIFEST, Lineage, TensorEntry, parse_manifest
+from megatron.checkpoint.manifest import MANIFEST, Lineage, parse_manifest
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
-from megatron.checkpoint.reshard import DPSharding, TPSlice, tp_sharding_of
-from megatron.checkpoint.writer import LazyData, TensorPiece
+from megatron.checkpoint.reshard import DPSharding, TPSlice
+from megatron.checkpoint.writer import TensorSource
 from megatron.config.tree import ModelConfig
 from megatron.distributed import consistency
 from megatron.model import GPT2
@@ -38,7 +38,7 @@ from megatron.zero.deferred_init import init_chunk
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import groups, weight_init
-from mpu.groups import Group
+from mpu.groups import SOLO, Group
 from mpu.partition import partition_of
 from mpu.weight_init import initializer_of
 from tests.megatron.checkpoint.made import ThreadWorld
@@ -152,20 +152,14 @@ class Model:
         self.buckets = [(FlatLayout([Slot(name, tuple(p.shape), partition=partition_of(p)) for name, p in unit], dp),
                          [initializer_of(p) for _, p in unit]) for unit in units.values()]
 
-    def tensors(self) -> Iterator[TensorEntry]:
+    def tensors(self) -> Iterator[TensorSource]:
         for layout, _ in self.buckets:
             for kind in KINDS:
                 for slot in layout.slots:
-                    yield TensorEntry(kind, slot.name, "F32", tp_sharding_of(slot.shape, slot.partition, TP),
-                                      DPSharding(slot.offset, layout.shard_numel))
-
-    def pieces(self, dp_rank: int, load: Callable[[int], torch.Tensor] = torch.zeros) -> Iterator[TensorPiece]:
-        for layout, _ in self.buckets:
-            for part in layout.segments(dp_rank):
-                for kind in KINDS:
-                    local = TPSlice(part.slot.shape, part.slot.partition, self.tp_rank, TP)
-                    data = LazyData(part.count, torch.float32, lambda n=part.count: load(n))
-                    yield TensorPiece(part.slot.name, kind, local, part.slot_offset, data)
+                    yield TensorSource.of(kind, slot.name, torch.float32,
+                                          TPSlice(slot.shape, slot.partition, self.tp_rank, TP),
+                                          lambda offset, count: torch.zeros(count),
+                                          DPSharding(slot.offset, layout.shard_numel))
 
     def kept(self) -> int:
         return sum(layout.shard_numel for layout, _ in self.buckets)
@@ -239,7 +233,7 @@ def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep(), li
 
     def work(world: Group) -> None:
         model = models[world.rank % TP]
-        writer.save(root, f"global_step{step}", pieces=model.pieces(world.rank // TP), tensors=model.tensors(),
+        writer.save(root, f"global_step{step}", tensors=model.tensors(),
                     rank_state={"seed": world.rank}, shared_state={}, config={}, layout={"tp": TP, "dp": size // TP},
                     world=world, run_id="scale", iteration=step, keep=keep, lineage=lineage)
 
@@ -252,9 +246,9 @@ def _write_the_others(folder: Path, size: int) -> None:
     manifest, models = parse_manifest((folder / MANIFEST).read_bytes()), [Model(size // TP, tp) for tp in range(TP)]
     with mock.patch.object(os, "fsync", lambda descriptor: None):
         for rank in sorted({*range(1, size)} - {size // 2}):
-            pieces = [piece for piece in models[rank % TP].pieces(rank // TP)
-                      if piece.local.partition is not None or piece.local.tp_rank == 0]
-            writer.RankFiles(manifest, rank, pieces, {"seed": rank}, {}).write(folder)
+            plan = writer.SavePlan(folder.parent, SOLO, manifest, rank, Lineage(), writer.Keep(), True, staging=folder)
+            writer.collect_files(plan, models[rank % TP].tensors(), {"seed": rank}, {})
+            writer.write(plan)
 
 
 def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cost], int]:
@@ -268,10 +262,12 @@ def open_and_read(root: Path, size: int) -> tuple[dict[int, Cost], dict[int, Cos
 
     def read(world: Group) -> None:
         model, checkpoint = Model(size // TP, world.rank % TP), found[world.rank]
-        for piece in model.pieces(world.rank // TP):
-            out = torch.full((piece.count,), torch.nan)
-            checkpoint.read_slice(piece.kind, piece.name, piece.local, piece.offset, out)
-            assert not out.any(), piece.name
+        for part in (part for layout, _ in model.buckets for part in layout.segments(world.rank // TP)):
+            local = TPSlice(part.slot.shape, part.slot.partition, model.tp_rank, TP)
+            for kind in KINDS:
+                out = torch.full((part.count,), torch.nan)
+                checkpoint.read_slice(kind, part.slot.name, local, part.slot_offset, out)
+                assert not out.any(), part.slot.name
         assert checkpoint.rank_state(world.rank) == {"seed": world.rank}
 
     opening.run(work)

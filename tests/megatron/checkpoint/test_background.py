@@ -22,10 +22,10 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.checkpoint.async_save import AsyncSaver
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
+from megatron.checkpoint.writer import AsyncSaver
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
 from megatron.zero.api.engine import Engine

@@ -15,15 +15,14 @@ from unittest import mock
 
 import pytest
 
-from megatron.checkpoint import commit
-from megatron.checkpoint.async_save import AsyncSaver
+from megatron.checkpoint import commit, writer
 from megatron.checkpoint.commit import (Keep, check_save_root_is_writable, clean_up_save_root, exclusive_access,
                                         lock_save_root)
 from megatron.checkpoint.manifest import Lineage
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import commit_records, tag_names
 from megatron.checkpoint.verify import verify_tag
-from megatron.checkpoint.writer import PendingSave
+from megatron.checkpoint.writer import AsyncSaver, SavePlan
 from megatron.errors import ConfigError, StorageError
 from mpu.groups import SOLO
 from tests.distributed import run_ranks
@@ -52,17 +51,17 @@ def check_next_save(root: Path) -> None:
     assert value(root, "global_step3") == 3 and (root / "latest").read_text() == "global_step3\n"
 
 
-def in_background(save: PendingSave) -> None:
+def in_background(plan: SavePlan) -> None:
     """As --async-save completes it."""
     saver = AsyncSaver(SOLO)
-    saver.start(save, lambda report: None)
+    saver.start(plan)
     saver.wait_for_save()
 
 
-@pytest.fixture(params=[PendingSave.finish, in_background], ids=["foreground", "background"])
+@pytest.fixture(params=[writer.finish, in_background], ids=["foreground", "background"])
 def saves(request: pytest.FixtureRequest) -> Iterator[None]:
     """How saves are completed."""
-    with mock.patch.object(PendingSave, "finish", request.param):
+    with mock.patch.object(writer, "finish", request.param):
         yield
 
 

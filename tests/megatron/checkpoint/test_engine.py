@@ -76,8 +76,9 @@ def rise(rank: int, world: int, folder: Path, tp: int, stage: int) -> int:
     """Bytes alive at the peak of a load, above those before it."""
     asking, live = engine_of(tp, stage), LiveBytes()
     with live:
-        for _, _, run in asking.core.state.segments_to_save(("weight", *asking.core.rule.states)):
-            run.fetch()  # so that the meter knows the state
+        for bucket in asking.core.all_buckets:
+            for kind in bucket.master_state.kinds:
+                bucket.master_state.view(kind).view(-1)  # so that the meter knows the state
         for weight in asking.core.module.parameters():
             if not isinstance(weight, Placeholder):  # one without elements
                 weight.view(-1)

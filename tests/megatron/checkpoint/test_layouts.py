@@ -31,10 +31,10 @@ def saved(tmp_path_factory: pytest.TempPathFactory) -> dict[Grid, Path]:
 def check_all_runs(checkpoint: Checkpoint, grid: Grid, padding: float) -> None:
     """Every run that any rank of `grid` would ask for is what plain slicing gives."""
     for rank in range(grid.tp * grid.dp):
-        for piece in runs(logical(), grid, rank % grid.tp, rank // grid.tp, padding):
-            out = torch.full((piece.count,), torch.nan)
-            checkpoint.read_slice(piece.kind, piece.name, piece.local, piece.offset, out)
-            assert torch.equal(out, piece.load()), (piece.kind, piece.name, rank, grid)
+        for kind, name, cut, offset, wanted in runs(logical(), grid, rank % grid.tp, rank // grid.tp, padding):
+            out = torch.full((len(wanted),), torch.nan)
+            checkpoint.read_slice(kind, name, cut, offset, out)
+            assert torch.equal(out, wanted), (kind, name, rank, grid)
 
 
 def test_every_layout_reads_every_other(saved: dict[Grid, Path]) -> None:

@@ -7,10 +7,13 @@ import fcntl
 import json
 import os
 import random
+import weakref
 import zlib
+from itertools import accumulate, pairwise
 from pathlib import Path
 from unittest.mock import patch
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import load_file
@@ -18,8 +21,8 @@ from safetensors.torch import load_file
 from data.storage import crc32_file
 from megatron.checkpoint import safetensors_io
 from megatron.checkpoint.manifest import FileEntry
-from megatron.checkpoint.safetensors_io import (DTYPES, O_DIRECT, READ_BYTES, ChecksummedWriter, FileTensor,
-                                                SafetensorsReader, split_files, write_file)
+from megatron.checkpoint.safetensors_io import (DTYPES, O_DIRECT, READ_BYTES, FileTensor, SafetensorsReader,
+                                                file_parts, split_files, write_file, write_parts)
 from megatron.errors import CheckpointError
 
 
@@ -36,7 +39,7 @@ def tensors() -> dict[str, torch.Tensor]:
 def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
     path = tmp_path / "f.safetensors"
     (batch,) = split_files([item(key, tensor) for key, tensor in tensors().items()])
-    entry = write_file(path, batch)
+    entry = write_file(path, file_parts(batch))
     assert (entry.size, entry.crc32) == (path.stat().st_size, crc32_file(path))
     for read in (load_file(path), {key: SafetensorsReader(path, "f").tensor(key) for key in tensors()}):
         assert set(read) == set(tensors())
@@ -44,9 +47,22 @@ def test_the_library_reads_what_we_write(tmp_path: Path) -> None:
             assert read[key].dtype == tensor.dtype and torch.equal(read[key], tensor), key
 
 
+def test_a_tensor_is_freed_before_the_next_one_is_loaded(tmp_path: Path) -> None:
+    loaded: list[weakref.ref[np.ndarray]] = []
+
+    def load() -> torch.Tensor:
+        assert not any(other() is not None for other in loaded)
+        memory = np.zeros(4, np.float32)
+        loaded.append(weakref.ref(memory))
+        return torch.from_numpy(memory)
+
+    write_file(tmp_path / "f", file_parts([FileTensor(key, torch.float32, (4,), load) for key in "abc"]))
+    assert len(loaded) == 3
+
+
 def test_a_file_under_reading_has_little_memory(tmp_path: Path) -> None:
     wanted = torch.ones(4 * READ_BYTES // 4)
-    write_file(tmp_path / "f", [item("w", wanted)])
+    write_file(tmp_path / "f", file_parts([item("w", wanted)]))
     file = SafetensorsReader(tmp_path / "f", "f")
     for dtype in (torch.float32, torch.bfloat16):
         out = torch.zeros(len(wanted), dtype=dtype)
@@ -58,7 +74,7 @@ def test_a_file_under_reading_has_little_memory(tmp_path: Path) -> None:
 
 def test_runs_of_any_length_and_dtype_are_read(tmp_path: Path) -> None:
     wanted = torch.arange(100.0)
-    write_file(tmp_path / "f", [item("w", wanted)])
+    write_file(tmp_path / "f", file_parts([item("w", wanted)]))
     file = SafetensorsReader(tmp_path / "f", "f")
     with patch.object(safetensors_io, "READ_BYTES", 7 * 4):
         for start, count in ((0, 100), (3, 7), (3, 8), (99, 1), (50, 0)):
@@ -72,7 +88,7 @@ def test_runs_of_any_length_and_dtype_are_read(tmp_path: Path) -> None:
 
 
 def test_a_drive_that_fails_under_a_reader_is_an_error_with_the_file(tmp_path: Path) -> None:
-    write_file(tmp_path / "f", [item("w", torch.zeros(9))])
+    write_file(tmp_path / "f", file_parts([item("w", torch.zeros(9))]))
     file = SafetensorsReader(tmp_path / "f", "tag t: file f")
     with patch.object(os, "preadv", side_effect=OSError(errno.EIO, os.strerror(errno.EIO))), \
             pytest.raises(CheckpointError, match=r"^tag t: file f: cannot be read \(Input/output error\)$"):
@@ -83,7 +99,7 @@ def test_a_file_that_changes_under_its_reader_is_an_error_and_no_signal(tmp_path
     """Cut off by a byte or to nothing, with its old time; overwritten, with a new one."""
     path = tmp_path / "f"
     for kept, end, later in ((-1, b"", 0), (0, b"", 0), (-4, b"!!!!", 1)):
-        write_file(path, [item("w", torch.zeros(1 << 16))])
+        write_file(path, file_parts([item("w", torch.zeros(1 << 16))]))
         file, before = SafetensorsReader(path, "tag t: file f"), path.stat().st_mtime_ns
         with open(path, "r+b") as changed:
             changed.truncate(path.stat().st_size + kept if kept else 0)
@@ -110,7 +126,7 @@ HEADERS = [
 
 
 def test_a_run_beyond_the_tensor_and_a_header_that_does_not_fit_its_file_are_errors(tmp_path: Path) -> None:
-    write_file(tmp_path / "f", [item("w", torch.arange(4.0))])
+    write_file(tmp_path / "f", file_parts([item("w", torch.arange(4.0))]))
     with pytest.raises(CheckpointError, match="file f: "):
         SafetensorsReader(tmp_path / "f", "file f").read("w", 1, torch.empty(4))
     for header in HEADERS:
@@ -130,14 +146,10 @@ CONTENT = random.Random(0).randbytes(5 * BLOCK + 77)
 
 def written(path: Path, sizes: list[int]) -> FileEntry:
     """CONTENT in a new file, handed over in parts of these sizes and a last one."""
-    with patch.object(safetensors_io, "WRITE_BLOCK_BYTES", BLOCK), open(path, "xb", buffering=0) as file, \
-            ChecksummedWriter(file) as new:
-        start = 0
-        for size in sizes:
-            new.write(memoryview(CONTENT)[start:start + size])
-            start += size
-        new.write(CONTENT[start:])
-        return new.finish()
+    bounds = list(accumulate(sizes, initial=0))
+    with patch.object(safetensors_io, "WRITE_BLOCK_BYTES", BLOCK), open(path, "xb", buffering=0) as file:
+        return write_parts(file, [*(memoryview(CONTENT)[start:end] for start, end in pairwise(bounds)),
+                                  CONTENT[bounds[-1]:]])
 
 
 def check(path: Path, sizes: list[int]) -> None:

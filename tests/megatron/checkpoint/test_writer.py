@@ -23,13 +23,11 @@ from safetensors.torch import load_file
 
 from data.storage import DataError, StorageFault, UsageError
 from megatron.checkpoint import safetensors_io
-from megatron.checkpoint.async_save import HostSnapshot
-from megatron.checkpoint.manifest import TensorEntry
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.reshard import TPSlice
 from megatron.checkpoint.tags import tag_names
 from megatron.checkpoint.verify import verify_tag
-from megatron.checkpoint.writer import LazyData, TensorPiece
+from megatron.checkpoint.writer import AsyncSaver, TensorSource
 from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, NumericsError, RankOutOfMemory, StorageError,
@@ -39,7 +37,8 @@ from mpu.split import ParallelError, Partition
 from tests.distributed import RankError, run_ranks
 from tests.megatron.checkpoint import made
 from tests.megatron.checkpoint.faults import before_each, failing
-from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, open_quietly, save_grid, save_solo, weight
+from tests.megatron.checkpoint.made import (KINDS, SHAPES, Grid, load_from, open_quietly, save_grid, save_solo, weight,
+                                            whole)
 from tests.megatron.helpers import TINY, train, write_corpus
 
 
@@ -117,17 +116,10 @@ def test_a_drive_that_fails_is_one_line_with_the_file_and_costs_nothing(call: st
 
 # ---- what is not saved ----------------------------------------------------------------------------------------------
 
-def not_whole(data: torch.Tensor) -> dict[str, Any]:
-    """Of a tensor with one element more."""
-    return {"pieces": [TensorPiece("w", "weight", TPSlice((len(data) + 1,)), 0, data)]}
-
-
 REFUSED: dict[str, tuple[type[Exception], str, dict[str, Any]]] = {
     **{f"{bad} in {dtype}": (NumericsError, "weight 'w' holds a non-finite value",
                              {"data": torch.tensor([1, bad, 1, 1], dtype=dtype)})
        for bad, dtype in ((torch.nan, torch.float32), (torch.inf, torch.float16), (-torch.inf, torch.bfloat16))},
-    "a part": (CheckpointError, "'w': rank 0 should write 4 elements from element 0 on of 4, and has 3 ",
-               not_whole(torch.zeros(3))),
     "a layout of more ranks": (CheckpointError, "a layout of 2 ranks .* is saved by 1", {"layout": {"tp": 1, "dp": 2}}),
     "a state of objects": (CheckpointError, "state shared/client/0/x: ",
                            {"shared_state": {"client": [{"x": object()}]}}),
@@ -149,44 +141,26 @@ def test_finite_values_whose_sum_overflows_are_saved(tmp_path: Path) -> None:
 
 
 def test_ranks_that_have_other_tensors_in_mind_do_not_save(tmp_path: Path) -> None:
-    real, asked = made.tensors, iter(range(100))
+    real, asked = made.sources, iter(range(100))
 
-    def other(grid: Grid) -> list[TensorEntry]:
+    def other(*args: Any) -> list[TensorSource]:
         """Of another type on one of the ranks."""
         dtype = "F16" if next(asked) else "F32"
-        return [replace(tensor, dtype=dtype) for tensor in real(grid)]
+        return [replace(source, entry=replace(source.entry, dtype=dtype)) for source in real(*args)]
 
-    with mock.patch.object(made, "tensors", other):
+    with mock.patch.object(made, "sources", other):
         results = save_grid(tmp_path, Grid(1, 2))
     assert [type(result) for result in results] == [CheckpointError] * 2
     assert "disagree about what tensors there are to save" in str(results[0])
     assert not tag_names(tmp_path)
 
 
-def test_a_rank_that_lacks_a_piece_or_has_one_too_many_is_named(tmp_path: Path) -> None:
-    real = made.runs
-
-    def other(lacks: bool, *args: Any) -> list[TensorPiece]:
-        """Rank 1 lacks a piece, or has a tensor of which nobody knows."""
-        pieces = [*real(*args)]
-        if args[3] == 0:
-            return pieces
-        return [piece for piece in pieces if piece.name != "fc.weight"] if lacks else [
-            *pieces, replace(pieces[0], name="more")]
-
-    missing = "exp_avg 'fc.weight': rank 1 should write 160 elements from element 0 on of 160, and has no elements"
-    for lacks, words in ((True, missing), (False, "weight 'more': not one of the tensors to be saved")):
-        with mock.patch.object(made, "runs", partial(other, lacks)):
-            results = save_grid(tmp_path, Grid(1, 2))
-        assert {str(result) for result in results} == {words}
-        assert not tag_names(tmp_path)
-
-
 # ---- what is written ------------------------------------------------------------------------------------------------
 
 def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
     fetched: list[int] = []
-    save_solo(tmp_path, 2, data=LazyData(4, torch.float32, lambda: fetched.append(1) or torch.arange(4.0)))
+    source = replace(whole("w", torch.zeros(4)), load=lambda *piece: fetched.append(1) or torch.arange(4.0))
+    save_solo(tmp_path, 2, tensors=[source])
     assert fetched == [1] and weight(tmp_path, "global_step2", 4) == [0, 1, 2, 3]
 
 
@@ -236,20 +210,20 @@ def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
 # ---- lack of memory on one rank of two, anywhere in a save -----------------------------------------------------------
 
 def save(rank: int, world_size: int, root: Path, step: int, hold: Any = None, load: Any = None) -> None:
-    data = torch.full((4,), float(rank)) if load is None else LazyData(4, torch.float32, load)
-    piece = TensorPiece("w", "weight", TPSlice((4,), Partition(0), rank, world_size), 0, data)
-    save_solo(root, step, pieces=[piece], hold=hold, layout={"tp": world_size, "dp": 1}, world=build().world,
+    source = TensorSource.of("weight", "w", torch.float32, TPSlice((4,), Partition(0), rank, world_size),
+                             load or load_from(torch.full((4,), float(rank))))
+    save_solo(root, step, tensors=[source], hold=hold, layout={"tp": world_size, "dp": 1}, world=build().world,
               lineage=None)
 
 
-def no_tensor() -> torch.Tensor:
+def no_tensor(offset: int, count: int) -> torch.Tensor:
     raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried "
                        "to allocate 8 bytes.\nmore of it")
 
 
 def short_of_memory(kind: str, rank: int, world_size: int, root: Path) -> tuple[int, str, bool]:
     lacks = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    hold = HostSnapshot(torch.device("cpu")).copy_tensors if kind == "copy" else None
+    hold = partial(AsyncSaver(build().world).copy_tensors, torch.device("cpu")) if kind == "copy" else None
     save(rank, world_size, root, 1)
     patches = {"map": (mmap, "mmap", lacks), "folder": (os, "mkdir", lacks), "rename": (os, "rename", lacks),
                "write": (os, "write", lacks), "object": (os, "fsync", MemoryError()),

@@ -20,7 +20,7 @@ from megatron.errors import CheckpointError
 from megatron.inference import load
 from megatron.inference.int8 import Int8
 from megatron.model.gpt2 import GPT2
-from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.api.full_state_dict import gather_full_state_dict
 from mpu import groups as mpu_groups, groups
 from mpu.groups import Groups
 from mpu.partition import join_local_slices, partition_of

@@ -65,7 +65,7 @@ if os.environ.get("RANK", "0") == str(VICTIM):
     if WHERE == "step":
         sends(Trainer, "train_step", lambda trainer, batches: trainer.engine.global_steps + 1 >= STEP)
     else:
-        sends(engine, "begin_engine_save", lambda core, *_: core.state.counters.global_steps >= STEP)
+        sends(engine, "plan_engine_save", lambda saved, *_: saved.global_steps >= STEP)
 if WHERE == "save":
     slow_files()
 

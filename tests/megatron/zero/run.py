@@ -16,12 +16,13 @@ from torch import Tensor, nn
 from megatron.config.cli import build_config
 from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine, model as build_model
+from megatron.zero.api.checkpoint_io import read_state
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.initialize import initialize
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.layout import Segment
+from megatron.zero.layout import FlatLayout, Segment
 from megatron.zero.offload.storage import WEIGHT
 from mpu.groups import Groups
 from mpu.partition import join_local_slices, partition_of
@@ -133,8 +134,10 @@ Run = tuple[str, tuple[int, ...], int, Tensor]
 
 def master_runs(engine: ZeroEngine) -> list[Run]:
     """(parameter, local shape, offset, values) of the fp32 weights this rank would write to a checkpoint."""
-    return [(slot.name, slot.shape, offset, run.fetch().clone())
-            for slot, offset, run in engine.state.segments_to_save(("weight",))]
+    dp = engine.groups.dp
+    return [(own.slot.name, own.slot.shape, own.slot_offset,
+             read_state(bucket, "weight", own.slot, own.slot_offset, own.count).clone())
+            for bucket in engine.all_buckets for own in FlatLayout(bucket.layout.slots, dp.size).segments(dp.rank)]
 
 
 def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.train import build
 from megatron.zero import deferred_init
-from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.api.full_state_dict import gather_full_state_dict
 from megatron.zero.partitioned_param import Placeholder
 from mpu import groups, weight_init
 from mpu.groups import Groups

@@ -13,7 +13,7 @@ from megatron.config.tree import Config, build_config
 from megatron.plan.footprint import PlannedRun
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
-from megatron.zero.api.checkpoint_io import gather_full_state_dict
+from megatron.zero.api.full_state_dict import gather_full_state_dict
 from megatron.zero.api.engine import Engine
 from megatron.zero.offload.storage import Location
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_optimizer_state,
@@ -63,7 +63,7 @@ def load(engine: Engine) -> None:
 
 
 def forget(engine: Engine) -> None:
-    engine.core.reset_optimizer_state()
+    engine.core.state.reset_optimizer_state()
 
 
 def test_an_engine_tells_what_it_has_used_its_drives_for(tmp_path: Path) -> None:
