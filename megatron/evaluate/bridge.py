@@ -15,7 +15,8 @@ from typing import Any, final
 from lm_eval.api.model import TemplateLM
 
 from megatron.config.tree import require
-from megatron.evaluate.scoring import EvalContext, continuation_request, document_requests
+from megatron.evaluate.scoring import EvalContext
+from megatron.evaluate.tasks import continuation_request, document_requests
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource

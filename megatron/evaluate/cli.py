@@ -11,14 +11,15 @@ import os
 import sys
 import time
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from data.cli import StrictArgumentParser
 from megatron.config.tree import require
-from megatron.evaluate.eval_args import (PARTS, TASKS, EvalRequest, build_model_parser, is_corpus_prefix,
-                                         source_from_flags, task_name)
-from megatron.inference.model_args import ModelSource, flags_to_compare
+from megatron.evaluate.tasks import PARTS, TASKS, EvalRequest, is_corpus_prefix, prepare_task, task_name
+from megatron.inference import model_args
+from megatron.inference.model_args import ModelSource, flags_to_compare, model_parser, model_source_from_args
 
 MODULE = "python -m megatron.evaluate"
 
@@ -28,6 +29,32 @@ EXAMPLES = """examples:
   python -m megatron.launch --nproc-per-node 4 -m megatron.evaluate --load runs/gpt2 --task lambada --data lambada.jsonl
 
 docs/evaluate.md says what the protocols are, and where the data comes from."""
+
+
+# Accepted without effect.
+IGNORED_TRAINING_OPTIONS = (
+    "--activations-checkpoint-method", "--activations-checkpoint-num-layers", "--recompute-granularity",
+    "--recompute-method", "--recompute-num-layers", "--seed", "--num-workers", "--epochs", "--keep-last",
+    "--train-iters", "--lr", "--eval-iters", "--eval-interval")
+IGNORED_TRAINING_SWITCHES = ("--recompute-activations", "--use-flash-attn", "--use-checkpoint-args",
+                             "--sequence-parallel")
+
+
+def build_model_parser(module: str, description: str, examples: str) -> StrictArgumentParser:
+    parser = model_parser(module, description, examples)
+    parser.add_argument("--batch-size", "--micro-batch-size", type=int, default=8, metavar="N",
+                        help="windows at a time (8)")
+    model_args.add_megatron_flags(parser, IGNORED_TRAINING_SWITCHES, IGNORED_TRAINING_OPTIONS)
+    return parser
+
+
+def source_from_flags(flags: argparse.Namespace) -> ModelSource:
+    """Rank 0 prints a note about flags without effect."""
+    model_args.translate_megatron_flags(flags)
+    require(flags.batch_size >= 1, f"--batch-size is {flags.batch_size}: expected 1 or more")
+    source = model_source_from_args(flags)
+    length = {} if flags.seq_length is None else {"seq_length": flags.seq_length}
+    return replace(source, shape={**source.shape, **length})
 
 
 def build_parser() -> StrictArgumentParser:
@@ -63,7 +90,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.distributed import process_group
     from megatron.distributed.consistency import all_succeed_or_raise
     from megatron.evaluate.scoring import EvalContext
-    from megatron.evaluate.tasks import prepare_task
     from megatron.inference import load
 
     start = time.monotonic()

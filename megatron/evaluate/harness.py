@@ -18,7 +18,7 @@ from data.cli import StrictArgumentParser
 from megatron.commands import harness
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.evaluate.eval_args import build_model_parser, source_from_flags
+from megatron.evaluate.cli import build_model_parser, source_from_flags
 from megatron.inference.model_args import flags_to_compare
 
 MODULE = "python -m megatron.evaluate.harness"

@@ -10,22 +10,21 @@ log-sum-exp, largest logit, whether the target is the argmax, target logit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from data.storage import DataError
-from data.tokenizer import Tokenizer
 from megatron.config.tree import require
 from megatron.distributed import process_group
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import NumericsError
+from megatron.evaluate.tasks import EvalModelInfo, ScoringRequest, TargetScore
 from megatron.inference import load
 from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
@@ -34,73 +33,6 @@ from mpu.collectives import all_gather, all_gather_json, all_reduce
 from mpu.cross_entropy import VocabShard
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
-
-
-TokenIds = NDArray[np.integer[Any]]
-
-
-@dataclass(frozen=True)
-class EvalModelInfo:
-    """What tasks need to know of the model."""
-
-    tokenizer: Tokenizer
-    max_positions: int
-    # How training read and split its text: the section `data` of its configuration.
-    data_settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def encode(self, text: str) -> TokenIds:
-        """Token ids in the smallest integer type, because all data is in memory."""
-        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
-
-
-@dataclass(frozen=True, eq=False)
-class ScoringRequest:
-    tokens: TokenIds
-    first_target: int  # tokens from here on are targets; the model reads all tokens but the last
-    is_truncated: bool = False  # the beginning of the context does not fit and is not read
-
-    @property
-    def num_targets(self) -> int:
-        return len(self.tokens) - self.first_target
-
-
-@dataclass(frozen=True)
-class TargetScore:
-    logprob: float  # sum over the targets
-    is_greedy: bool  # every target is the argmax
-
-
-def overlapping_windows(tokens: TokenIds, length: int, stride: int) -> Iterator[ScoringRequest]:
-    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
-    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
-    assert 1 <= stride <= length
-    start, first = 0, 1
-    while first < len(tokens):
-        stop = min(start + length + 1, len(tokens))
-        yield ScoringRequest(tokens[start:stop], first - start)
-        start, first = start + stride, stop
-
-
-def document_requests(document: TokenIds, length: int, eod: int) -> Iterator[ScoringRequest]:
-    """lm-eval's, of a document after an end-of-document token: each window scores `length` tokens; the last one scores
-    fewer but reads `length` too."""
-    tokens = np.concatenate([np.array([eod], np.min_scalar_type(eod)), document])
-    first = 1
-    while first < len(tokens):
-        stop = min(first + length, len(tokens))
-        start = max(0, stop - 1 - length)
-        yield ScoringRequest(tokens[start:stop], first - start)
-        first = stop
-
-
-def continuation_request(context: Sequence[int], targets: Sequence[int], length: int, location: str) -> ScoringRequest:
-    """The targets after the end of the context, as much as a model of `length` positions reads."""
-    if not 0 < len(targets) <= length:
-        count = "no token" if not targets else f"{len(targets)} tokens"
-        raise DataError(f"{location}: {count} to score, and the model has {length} positions: expected 1 to {length}")
-    whole = np.array([*context, *targets])
-    tokens = whole[-(length + 1):]
-    return ScoringRequest(tokens, len(tokens) - len(targets), is_truncated=len(tokens) < len(whole))
 
 
 def local_target_stats(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:

@@ -1,9 +1,10 @@
-"""The evaluation tasks: what is scored, and the metrics that follow from the scores.
+"""The evaluation tasks: what is asked for, the pieces that are scored, and the metrics that follow from the scores.
 
     wikitext     perplexity of a WikiText file       lambada      predicts the last word of a passage
     perplexity   perplexity of any text or corpus
 
-How a task reads its data and counts words is said by its protocol (TASKS in eval_args.py).
+A protocol is everything besides model and data that a result depends on: the context before a token, the
+preparation of text, the definition of a word. Results of two protocols do not compare. Does not import torch.
 """
 
 from __future__ import annotations
@@ -11,12 +12,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from data.compressed import open_decompressed, read_errors_for
 from data.indexed import IndexedCorpus
 from data.input_files import JSON_LINES, kind_of
 from data.text_files import Separator
@@ -24,11 +26,155 @@ from data.preprocess import TextReadOptions
 from data.sampling import parse_split, split_documents
 from data.sources import cached_corpus
 from data.storage import DataError
+from data.tokenizer import Tokenizer
+from megatron.config.config_errors import ErrorList
 from megatron.config.tree import require
-from megatron.evaluate.eval_args import PARTS, EvalRequest, Protocol, is_corpus_prefix
-from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
-                                       document_requests, overlapping_windows)
-from megatron.inference.prompts import decode_lines, text_from_json
+from megatron.inference.prompts import read_lines, text_from_json
+
+
+def count_words(text: str) -> int:
+    return sum(1 for _ in re.finditer(r"\S+", text))
+
+
+@dataclass(frozen=True)
+class Protocol:
+    # Of text in one sequence: the default of --stride, where 0 is the window, so that windows do not overlap. None:
+    # each document or example by itself.
+    stride: int | None = None
+    starts_with_eod: bool = False  # the sequence does; a document by itself always does
+    count_words: Callable[[str], int] = count_words
+    unscored_words: int = 0  # the adjusted perplexity does not divide by them
+    max_loss: float = math.inf  # perplexities are capped at exp of this
+    target: str | None = None  # the scored part of an example
+
+
+# The protocols of each task by their names; the first is the default.
+TASKS: dict[str, dict[str, Protocol]] = {
+    "wikitext": {
+        # a line end between two spaces is a word, as in the published counts
+        "megatron": Protocol(stride=32, count_words=lambda text: len(text.strip().split(" ")), unscored_words=1,
+                             max_loss=20.0),
+        "openai": Protocol(stride=0, starts_with_eod=True),  # docs/decisions/020
+        # counts the empty strings before the first word and after the last
+        "lm-eval": Protocol(count_words=lambda text: len(re.split(r"\s+", text)))},
+    "lambada": {"megatron": Protocol(target="last token"), "openai": Protocol(target="last token"),
+                "lm-eval": Protocol(target="last word")},
+    "perplexity": {"megatron": Protocol(stride=0), "lm-eval": Protocol()}}
+
+PARTS = ("train", "valid", "test")
+
+
+def task_name(word: str) -> str:
+    """The task of a --task value; WIKITEXT103 is Megatron-LM's name."""
+    name = word.lower()
+    require(name != "hellaswag", "--task hellaswag is one of lm-eval's: python -m megatron.evaluate.harness --tasks "
+            "hellaswag (docs/evaluate.md)")
+    return "wikitext" if name == "wikitext103" else name
+
+
+@dataclass(frozen=True, kw_only=True)
+class EvalRequest:
+    task: str
+    protocol: str
+    data: str  # a file; of perplexity also the prefix of a corpus, or a folder of text
+    strict: bool = False  # LAMBADA: the whole last word, not its last token
+    stride: int | None = None
+    part: str | None = None  # only documents of this part of the training split
+
+    def __post_init__(self) -> None:
+        problems, known = ErrorList(), TASKS[self.task]
+        is_known = self.protocol in known
+        problems.require(is_known, f"--protocol {self.protocol}: --task {self.task} has {', '.join(known)}")
+        problems.require(not self.strict or (self.task, self.protocol) == ("lambada", "megatron"),
+                         "--strict belongs to --task lambada --protocol megatron; the lm-eval protocol always takes "
+                         "the whole last word, the openai protocol never")
+        problems.require(self.stride is None or is_known and known[self.protocol].stride is not None,
+                         f"--stride: no windows overlap in --task {self.task} --protocol {self.protocol}; leave it out")
+        problems.require(self.stride is None or self.stride >= 1, f"--stride is {self.stride}: expected 1 or more")
+        problems.require(self.part is None or self.task == "perplexity", "--part belongs to --task perplexity")
+        problems.raise_if_any()
+
+    @property
+    def rules(self) -> Protocol:
+        rules = TASKS[self.task][self.protocol]
+        return replace(rules, target="last word") if self.strict else rules
+
+
+def is_corpus_prefix(name: str) -> bool:
+    return os.path.lexists(f"{name}.idx") or os.path.lexists(f"{name}.bin")
+
+
+# ---- what is scored -----------------------------------------------------------------------------------------------
+
+
+TokenIds = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class EvalModelInfo:
+    """What tasks need to know of the model."""
+
+    tokenizer: Tokenizer
+    max_positions: int
+    # How training read and split its text: the section `data` of its configuration.
+    data_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids in the smallest integer type, because all data is in memory."""
+        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoringRequest:
+    tokens: TokenIds
+    first_target: int  # tokens from here on are targets; the model reads all tokens but the last
+    is_truncated: bool = False  # the beginning of the context does not fit and is not read
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.tokens) - self.first_target
+
+
+@dataclass(frozen=True)
+class TargetScore:
+    logprob: float  # sum over the targets
+    is_greedy: bool  # every target is the argmax
+
+
+def overlapping_windows(tokens: TokenIds, length: int, stride: int) -> Iterator[ScoringRequest]:
+    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
+    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
+    assert 1 <= stride <= length
+    start, first = 0, 1
+    while first < len(tokens):
+        stop = min(start + length + 1, len(tokens))
+        yield ScoringRequest(tokens[start:stop], first - start)
+        start, first = start + stride, stop
+
+
+def document_requests(document: TokenIds, length: int, eod: int) -> Iterator[ScoringRequest]:
+    """lm-eval's, of a document after an end-of-document token: each window scores `length` tokens; the last one scores
+    fewer but reads `length` too."""
+    tokens = np.concatenate([np.array([eod], np.min_scalar_type(eod)), document])
+    first = 1
+    while first < len(tokens):
+        stop = min(first + length, len(tokens))
+        start = max(0, stop - 1 - length)
+        yield ScoringRequest(tokens[start:stop], first - start)
+        first = stop
+
+
+def continuation_request(context: Sequence[int], targets: Sequence[int], length: int, location: str) -> ScoringRequest:
+    """The targets after the end of the context, as much as a model of `length` positions reads."""
+    if not 0 < len(targets) <= length:
+        count = "no token" if not targets else f"{len(targets)} tokens"
+        raise DataError(f"{location}: {count} to score, and the model has {length} positions: expected 1 to {length}")
+    whole = np.array([*context, *targets])
+    tokens = whole[-(length + 1):]
+    return ScoringRequest(tokens, len(tokens) - len(targets), is_truncated=len(tokens) < len(whole))
+
+
+# ---- tasks and metrics -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +253,7 @@ def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
 
 def read_text(path: str) -> str:
     """The content of a text file, with its line ends."""
-    text = "".join(line for line, _ in _decoded_lines(path))
+    text = "".join(line for line, _ in read_lines(path))
     if not text.strip():
         raise DataError(f"{path}: the file is empty; expected text")
     return text
@@ -116,18 +262,13 @@ def read_text(path: str) -> str:
 def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
     """(text, location) of each line of a JSON lines file: the value of the first of `keys` that its object has."""
     is_empty = True
-    for line, where in _decoded_lines(path):
+    for line, where in read_lines(path):
         if not line.strip():
             continue
         is_empty = False
         yield text_from_json(line, where, *keys), where
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
-
-
-def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
-    with read_errors_for(path), open_decompressed(path) as file:
-        yield from decode_lines(file, path)
 
 
 # ---- WikiText ----------------------------------------------------------------------------------------------------

@@ -11,43 +11,15 @@ import threading
 import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from typing import Any, NamedTuple, final
 
-from megatron.inference.generation import FinishReason, GeneratedSequence, Generator, TokenScores
+from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence, Generator, TokenScores
 from megatron.inference.request import Request, Sampling
 from megatron.serve.admission import HttpError
 from megatron.serve.api import ApiRequest
 from mpu.collectives import broadcast_json
 from mpu.groups import Group
-
-
-@final
-class ServerMetrics:
-    """Used by the clients' thread only."""
-
-    def __init__(self) -> None:
-        self._began = time.time()
-        # By route and status. A route is one of ours or "other", so that clients cannot create labels.
-        self.requests: Counter[tuple[str, int]] = Counter()
-        self.request_seconds = 0.0
-        self.prompt_tokens = self.generated_tokens = self.texts_dropped = 0
-
-    def format_prometheus(self, texts_running: int, texts_waiting: int, connections: int) -> str:
-        lines = ["# HELP gpt2_requests_total Requests by route and status.", "# TYPE gpt2_requests_total counter"]
-        lines += [f'gpt2_requests_total{{route="{route}",status="{status}"}} {count}'
-                  for (route, status), count in sorted(self.requests.items())]
-        for name, kind, value, about in (
-                ("request_seconds_total", "counter", self.request_seconds, "Time that requests took, added up."),
-                ("prompt_tokens_total", "counter", self.prompt_tokens, "Tokens of prompts."),
-                ("generated_tokens_total", "counter", self.generated_tokens, "Tokens of texts."),
-                ("texts_dropped_total", "counter", self.texts_dropped, "Texts whose client left."),
-                ("texts_running", "gauge", texts_running, "Texts that have a row of the model."),
-                ("texts_waiting", "gauge", texts_waiting, "Texts that wait for a row."),
-                ("connections", "gauge", connections, "Open connections."),
-                ("start_time_seconds", "gauge", self._began, "When the server began, in seconds since 1970.")):
-            lines += [f"# HELP gpt2_{name} {about}", f"# TYPE gpt2_{name} {kind}", f"gpt2_{name} {value:.15g}"]
-        return "\n".join(lines) + "\n"
 
 
 # ---- the model's ranks -------------------------------------------------------------------------------------------
@@ -136,13 +108,18 @@ NON_FINITE_MESSAGE = ("the model produced non-finite logits after this prompt: t
 
 @final
 class RequestQueue:
-    """Requests that wait or run. The model's thread calls `next_plan` and `close`, the clients' thread the rest."""
+    """Requests that wait or run, and the server's metrics. The model's thread calls `next_plan` and `close`, the
+    clients' thread the rest."""
 
-    def __init__(self, rows: int, max_waiting: int, metrics: ServerMetrics) -> None:
+    def __init__(self, rows: int, max_waiting: int) -> None:
         """`rows` texts run at a time, and `max_waiting` more may wait."""
-        self._rows, self._max_waiting, self._metrics = rows, max_waiting, metrics
+        self._rows, self._max_waiting, self._began = rows, max_waiting, time.time()
         self._active: dict[int, tuple[ApiRequest, GeneratedSequence]] = {}
         self._number = 0
+        # By route and status. A route is one of ours or "other", so that clients cannot create labels.
+        self.requests: Counter[tuple[str, int]] = Counter()
+        self.request_seconds = 0.0
+        self._prompt_tokens = self._generated_tokens = self._texts_dropped = 0
         self._condition = threading.Condition()  # guards the attributes below, which both threads use
         self._to_start: deque[Request] = deque()
         self._to_cancel: set[int] = set()
@@ -167,27 +144,26 @@ class RequestQueue:
         with self._condition:
             self.is_closed = True
 
-    def count_texts(self) -> tuple[int, int]:
-        """(running, waiting)"""
-        running = min(len(self._active), self._rows)
-        return running, len(self._active) - running
-
     def submit(self, request: ApiRequest) -> None:
-        sequences = request.sequences
-        if len(self._active) + len(sequences) > self._rows + self._max_waiting:
+        """Gives the request its sequences, in the order of the prompts, each with its own random numbers."""
+        prompts = [prompt for prompt in request.prompts for _ in range(request.num_samples)]
+        if len(self._active) + len(prompts) > self._rows + self._max_waiting:
             raise HttpError(503, f"{len(self._active)} texts are under way, and this request asks for "
-                            f"{len(sequences)} more than there is room for: come again", code="queue_full",
+                            f"{len(prompts)} more than there is room for: come again", code="queue_full",
                             headers=(("Retry-After", "1"),))
-        for number, sequence in enumerate(sequences, self._number):
-            sequence.request = replace(sequence.request, number=number)
+        requests = [Request(self._number + place, prompt, request.max_new_tokens, request.sampling,
+                            f"{request.seed}/{place}", request.stops, top_logprobs=request.top_logprobs)
+                    for place, prompt in enumerate(prompts)]
+        request.sequences = [GeneratedSequence(one, Detokenizer(request.model.tokenizer.decode)) for one in requests]
+        request.num_open = len(requests)
         with self._condition:
             if self.is_closed:
                 raise HttpError(503, STOPPING_MESSAGE, code="stopping", headers=(("Retry-After", "5"),))
-            self._active |= {sequence.request.number: (request, sequence) for sequence in sequences}
-            self._to_start += (sequence.request for sequence in sequences)
+            self._active |= {sequence.request.number: (request, sequence) for sequence in request.sequences}
+            self._to_start += requests
             self._condition.notify()
-        self._number += len(sequences)
-        self._metrics.prompt_tokens += sum(len(sequence.request.prompt) for sequence in sequences)
+        self._number += len(requests)
+        self._prompt_tokens += sum(map(len, prompts))
 
     def cancel(self, request: ApiRequest, error: Exception) -> None:
         """Stops the running sequences of a request, which ends with `error`."""
@@ -197,7 +173,7 @@ class RequestQueue:
         with self._condition:
             self._to_start = deque(one for one in self._to_start if one.number not in numbers)
             self._to_cancel |= numbers
-        self._metrics.texts_dropped += len(numbers)
+        self._texts_dropped += len(numbers)
         request.error = error
         request.changed.set()
 
@@ -211,7 +187,7 @@ class RequestQueue:
             if event.num_tokens > len(sequence.tokens):
                 sequence.tokens.append(event.token)
                 sequence.logprobs.append(event.logprob)
-                self._metrics.generated_tokens += 1
+                self._generated_tokens += 1
             sequence.finish_reason, sequence.scores = event.finish_reason, event.scores
             if sequence.finish_reason == "not finite":
                 self.cancel(request, HttpError(500, NON_FINITE_MESSAGE, code="not_finite"))
@@ -229,3 +205,20 @@ class RequestQueue:
             request.error = error
             request.changed.set()
         self._active.clear()
+
+    def format_prometheus(self, connections: int) -> str:
+        running = min(len(self._active), self._rows)
+        lines = ["# HELP gpt2_requests_total Requests by route and status.", "# TYPE gpt2_requests_total counter"]
+        lines += [f'gpt2_requests_total{{route="{route}",status="{status}"}} {count}'
+                  for (route, status), count in sorted(self.requests.items())]
+        for name, kind, value, about in (
+                ("request_seconds_total", "counter", self.request_seconds, "Time that requests took, added up."),
+                ("prompt_tokens_total", "counter", self._prompt_tokens, "Tokens of prompts."),
+                ("generated_tokens_total", "counter", self._generated_tokens, "Tokens of texts."),
+                ("texts_dropped_total", "counter", self._texts_dropped, "Texts whose client left."),
+                ("texts_running", "gauge", running, "Texts that have a row of the model."),
+                ("texts_waiting", "gauge", len(self._active) - running, "Texts that wait for a row."),
+                ("connections", "gauge", connections, "Open connections."),
+                ("start_time_seconds", "gauge", self._began, "When the server began, in seconds since 1970.")):
+            lines += [f"# HELP gpt2_{name} {about}", f"# TYPE gpt2_{name} {kind}", f"gpt2_{name} {value:.15g}"]
+        return "\n".join(lines) + "\n"
