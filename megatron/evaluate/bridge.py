@@ -41,7 +41,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def of(cls, load: str | None = None, load_hf: str | None = None, *, batch_size: int = 8,
            **more: Any) -> MegatronLM:
         """`more`: other fields of ModelSource, such as `dtype` and `model_parallel_size`."""
-        return cls(EvalContext.open(ModelSource(load, load_hf, **more), batch_size))
+        return cls(EvalContext(ModelSource(load, load_hf, **more), batch_size))
 
     @property
     def eot_token_id(self) -> int:

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import zlib
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from typing import final
 
 import numpy as np
@@ -61,9 +60,8 @@ CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20  # fp32 logits of a chu
 
 @final
 class Scorer:
-    def __init__(self, model: GPT2, groups: Groups, batch_size: int, *, shows_progress: bool = False) -> None:
-        self.model, self._groups, self._batch_size = model.eval(), groups, batch_size
-        self._device, self._shows_progress = model.device, shows_progress
+    def __init__(self, model: GPT2, groups: Groups, batch_size: int) -> None:
+        self.model, self._groups, self._batch_size, self._device = model.eval(), groups, batch_size, model.device
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[TargetScore]:
@@ -82,8 +80,8 @@ class Scorer:
         order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
         mine = [order[at : at + size] for at in range(0, len(order), size)][dp.rank :: dp.size]
         local = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # 0 except in my batches
-        for batch in tqdm(mine, unit="batch", leave=False,
-                          disable=None if self._shows_progress else True):  # None: shown on a terminal only
+        # disable=None: the progress is shown on a terminal only
+        for batch in tqdm(mine, unit="batch", leave=False, disable=None if self._groups.world.rank == 0 else True):
             local[:, batch] = self._score([requests[number] for number in batch])
         logprobs, greedy = all_reduce(local, dp).tolist()
         scores = [TargetScore(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
@@ -114,33 +112,24 @@ class Scorer:
 
 
 @final
-@dataclass(frozen=True)
 class EvalContext:
     """A model that is opened but not read yet, and what it will run on."""
 
-    opened: load.OpenedModel
-    model_info: EvalModelInfo
-    groups: Groups
-    dtype: str
-    device: torch.device
-    batch_size: int
-
-    @classmethod
-    def open(cls, source: ModelSource, batch_size: int, must_match: Mapping[str, object] | None = None) -> EvalContext:
+    def __init__(self, source: ModelSource, batch_size: int, must_match: Mapping[str, object] | None = None) -> None:
         """`must_match`: flags that must be equal on all ranks. Collective."""
         env, size = process_group.init(must_match=must_match), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
-        groups = mpu_groups.build(size)
-        opened = load.open_model(source, groups)
-        tokenizer = all_succeed_or_raise(lambda: load.build_tokenizer(opened, source.tokenizer), groups.world)
+        self.groups, self.batch_size = mpu_groups.build(size), batch_size
+        self.opened = opened = load.open_model(source, self.groups)
+        self.dtype = source.dtype or opened.precision
+        tokenizer = all_succeed_or_raise(lambda: load.build_tokenizer(opened, source.tokenizer), self.groups.world)
         require(tokenizer.eod < opened.shape.known_vocab_size,
                 f"{opened.name} has no token for the end of a document")
-        model_info = EvalModelInfo(tokenizer, opened.shape.max_position_embeddings, opened.data)
-        return cls(opened, model_info, groups, source.dtype or opened.precision, process_group.device_for(env, None),
-                   batch_size)
+        self.model_info = EvalModelInfo(tokenizer, opened.shape.max_position_embeddings, opened.data)
+        self._device = process_group.device_for(env)
 
     def load_scorer(self) -> Scorer:
         """Reads the weights. Collective."""
-        model = load.build_model(self.opened, self.groups, load.DTYPES[self.dtype], self.device)
-        return Scorer(model, self.groups, self.batch_size, shows_progress=self.groups.world.rank == 0)
+        model = load.build_model(self.opened, self.groups, load.DTYPES[self.dtype], self._device)
+        return Scorer(model, self.groups, self.batch_size)

@@ -15,9 +15,22 @@ from data.strict_json import decode_utf8, parse_json
 from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence
 from megatron.inference.load import LoadedModel
 from megatron.inference.request import Sampling
-from megatron.serve.admission import HttpError, ServerLimits, invalid_field
+from megatron.serve.cli import ServerLimits
 
 MAX_QUOTED_CHARACTERS = 60  # characters of an unknown key in an error message
+
+
+@final
+class HttpError(Exception):
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """`param`: the key that is wrong; `code`: OpenAI's error code; `headers`: of the response."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+
+def invalid_field(name: str, message: str) -> HttpError:
+    return HttpError(400, f"{name}: {message}", param=name)
 
 
 class NumberKey(NamedTuple):
@@ -39,15 +52,14 @@ class NeutralKey(NamedTuple):
 KeyKind = type[bool] | type[str] | type[object] | NumberKey | NeutralKey
 
 
-def read_json(body: bytes) -> Any:
-    try:
-        return parse_json(decode_utf8(body))
-    except ValueError as error:
-        raise HttpError(400, f"the body is {str(error)[:200]}") from None
-
-
-def read_keys(given: Any, kinds: Mapping[str, KeyKind]) -> dict[str, Any]:
-    """The value of each known key, checked; None: not given. Other keys are refused by name."""
+def read_keys(given: bytes | dict[str, Any], kinds: Mapping[str, KeyKind]) -> dict[str, Any]:
+    """The value of each known key of a body or an object in it, checked; None: not given. Other keys are refused by
+    name."""
+    if isinstance(given, bytes):
+        try:
+            given = parse_json(decode_utf8(given))
+        except ValueError as error:
+            raise HttpError(400, f"the body is {str(error)[:200]}") from None
     if not isinstance(given, dict):
         raise HttpError(400, "expected a JSON object")
     found = {}
@@ -218,10 +230,8 @@ class OpenAICompletion(ApiRequest):
 
 
 def parse_completion(body: bytes, model: ServedModel) -> OpenAICompletion:
-    given, most = read_json(body), model.max_new_tokens
-    samples = given.get("n") if isinstance(given, dict) else None
-    penalty = NeutralKey((0, 0.0), "is not done here; repetition_penalty is")
-    asked = read_keys(given, {
+    most, penalty = model.max_new_tokens, NeutralKey((0, 0.0), "is not done here; repetition_penalty is")
+    asked = read_keys(body, {
         "prompt": object, "model": object, "user": str, "echo": bool, "stream": bool, "stream_options": object,
         "stop": object, "n": NumberKey(1, 1, model.limits.max_texts), "max_tokens": NumberKey(min(16, most), 0, most),
         "seed": NumberKey(secrets.randbelow(1 << 31), -(1 << 63), 1 << 63),
@@ -229,9 +239,10 @@ def parse_completion(body: bytes, model: ServedModel) -> OpenAICompletion:
         "temperature": NumberKey(1.0, 0.0, MAX_TEMPERATURE), "top_k": NumberKey(0, 0, 1 << 31),
         "top_p": NumberKey(1.0, 0.0, 1.0), "min_p": NumberKey(0.0, 0.0, 1.0),
         "repetition_penalty": NumberKey(1.0, 0.01, 100.0), "frequency_penalty": penalty, "presence_penalty": penalty,
-        "best_of": NeutralKey((1 if samples is None else samples,), "is not done here, only n"),
-        "suffix": NeutralKey(("",), "is not done here: the model goes on from a prompt"),
+        "best_of": object, "suffix": NeutralKey(("",), "is not done here: the model goes on from a prompt"),
         "logit_bias": NeutralKey(({},), "is not done here")})
+    if asked["best_of"] is not None and (type(asked["best_of"]) is not int or asked["best_of"] != asked["n"]):
+        raise invalid_field("best_of", "is not done here, only n")
     if asked["model"] is not None and check_text(asked["model"], "model") != model.name:
         raise HttpError(404, f"model: here is {model.name!r}, and no other", param="model", code="model_not_found")
     prompts, texts = _read_prompts(asked["prompt"], model)
@@ -311,7 +322,7 @@ class MegatronGeneration(ApiRequest):
 
 def parse_generation(body: bytes, model: ServedModel) -> MegatronGeneration:
     most = model.max_new_tokens
-    asked = read_keys(read_json(body), {
+    asked = read_keys(body, {
         "prompts": object, "add_BOS": bool, "logprobs": bool, "no_log": bool,
         "tokens_to_generate": NumberKey(min(DEFAULT_TOKENS, most), 0, most),
         "temperature": NumberKey(1.0, 0.001, 100.0), "top_k": NumberKey(0, 0, 1000), "top_p": NumberKey(0.0, 0.0, 1.0),

@@ -11,12 +11,14 @@ from __future__ import annotations
 import asyncio
 import base64
 import hashlib
+import hmac
+import ipaddress
 import json
 import re
 import socket
 import threading
 import time
-from collections.abc import Awaitable, Callable, Mapping, MutableMapping
+from collections.abc import Awaitable, Callable, Iterable, Mapping, MutableMapping
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from functools import partial
@@ -27,8 +29,8 @@ import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from megatron.inference.load import LoadedModel
-from megatron.serve.admission import AuthPolicy, HttpError, ServerLimits
-from megatron.serve.api import ApiRequest, ServedModel, parse_completion, parse_generation
+from megatron.serve.api import ApiRequest, HttpError, ServedModel, parse_completion, parse_generation
+from megatron.serve.cli import ServerLimits
 from megatron.serve.scheduler import STOPPING_MESSAGE, RequestQueue, run_leader
 from mpu.groups import Groups
 
@@ -78,6 +80,50 @@ def playground() -> tuple[str, dict[str, str]]:
     return text, {"Content-Type": "text/html; charset=utf-8", "Content-Security-Policy": policy,
                   "Referrer-Policy": "no-referrer", "X-Frame-Options": "DENY",
                   "Cross-Origin-Opener-Policy": "same-origin", "Cross-Origin-Resource-Policy": "same-origin"}
+
+
+# ---- who is let in -------------------------------------------------------------------------------------------------
+
+LOOPBACK_NAMES = frozenset({"localhost", "localhost.localdomain"})
+
+
+def is_loopback(host: str) -> bool:
+    if host.lower().rstrip(".") in LOOPBACK_NAMES:
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+@final
+class AuthPolicy:
+    """On the loopback only requests for loopback names, and for those of --allowed-host, are accepted: this stops DNS
+    rebinding by a page of another site."""
+
+    def __init__(self, host: str, key: str | None, allowed: Iterable[str] = ()) -> None:
+        self._key = None if key is None else key.encode()
+        self._any_host = not is_loopback(host)
+        self._allowed_hosts = {host.lower(), *LOOPBACK_NAMES, *(name.lower() for name in allowed)}
+
+    def check(self, headers: Mapping[str, str], needs_key: bool) -> None:
+        """Refuses a Host header that is not one of our names, and a request without the key."""
+        host = headers.get("host")
+        if not self._any_host and host is not None:
+            match = re.fullmatch(r"\[([0-9A-Fa-f:.]+)\](:\d*)?|([^:\[\]]+)(:\d*)?", host)
+            name = (match[1] or match[3]).lower() if match else ""
+            if name not in self._allowed_hosts and not is_loopback(name):
+                raise HttpError(403, "this server answers on its own machine only, to requests for localhost; "
+                                "--allowed-host admits another name")
+        if needs_key and self._key is not None:
+            scheme, _, given = headers.get("authorization", "").partition(" ")
+            good = hmac.compare_digest(given.strip().encode("utf-8", "surrogateescape"), self._key)
+            if scheme.lower() != "bearer" or not good:
+                raise HttpError(401, "this server wants a key: send it as Authorization: Bearer KEY",
+                                code="invalid_api_key", headers=(("WWW-Authenticate", "Bearer"),))
+
+
+# ---- the server ----------------------------------------------------------------------------------------------------
 
 
 class TimedProtocol(H11Protocol):

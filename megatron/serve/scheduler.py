@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, final
 
 from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence, Generator, TokenScores
 from megatron.inference.request import Request, Sampling
-from megatron.serve.admission import HttpError
-from megatron.serve.api import ApiRequest
+from megatron.serve.api import ApiRequest, HttpError
 from mpu.collectives import broadcast_json
 from mpu.groups import Group
 
@@ -31,7 +30,6 @@ class StepPlan:
 
     cancel: tuple[int, ...] = ()
     start: tuple[Request, ...] = ()
-    is_last: bool = False
 
     @classmethod
     def from_json(cls, values: dict[str, Any]) -> StepPlan:
@@ -40,7 +38,7 @@ class StepPlan:
             given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
                                      for name, value in one.items()}
             start.append(Request(**{**given, "sampling": Sampling(**one["sampling"])}))
-        return cls(tuple(values["cancel"]), tuple(start), values["is_last"])
+        return cls(tuple(values["cancel"]), tuple(start))
 
 
 def execute(plan: StepPlan, generator: Generator) -> Iterator[list[GeneratedSequence]]:
@@ -74,7 +72,7 @@ def run_leader(generator: Generator, world: Group, queue: RequestQueue,
     """The loop of rank 0: runs until a stop is requested and the open requests are done (True), or `grace` seconds
     later (False)."""
     until, last_broadcast = float("inf"), time.monotonic()
-    while not (plan := queue.next_plan(generator.free_slots, generator.is_idle)).is_last and time.monotonic() < until:
+    while (plan := queue.next_plan(generator.free_slots, generator.is_idle)) is not None and time.monotonic() < until:
         has_work = not generator.is_idle or plan != StepPlan()
         if world.size > 1 and (has_work or time.monotonic() - last_broadcast >= HEARTBEAT_SECONDS):
             broadcast_json(asdict(plan), world)
@@ -88,14 +86,14 @@ def run_leader(generator: Generator, world: Group, queue: RequestQueue,
             queue.close()
             on_stop()
     if world.size > 1:
-        broadcast_json(asdict(StepPlan(is_last=True)), world)
-    return plan.is_last
+        broadcast_json(None, world)
+    return plan is None
 
 
 def run_worker(generator: Generator, world: Group) -> None:
     """The loop of every other rank."""
-    while not (plan := StepPlan.from_json(broadcast_json(None, world))).is_last:
-        for _ in execute(plan, generator):
+    while (plan := broadcast_json(None, world)) is not None:
+        for _ in execute(StepPlan.from_json(plan), generator):
             pass
 
 
@@ -126,9 +124,9 @@ class RequestQueue:
         self.is_closed = False
         self.frontend_error: BaseException | None = None  # what ended the clients' thread
 
-    def next_plan(self, free_slots: int, is_idle: bool) -> StepPlan:
-        """Takes the work of the next step; an idle model waits up to POLL_SECONDS for it. The last plan comes once the
-        queue is closed and no request is open."""
+    def next_plan(self, free_slots: int, is_idle: bool) -> StepPlan | None:
+        """Takes the work of the next step; an idle model waits up to POLL_SECONDS for it. None: the queue is closed and
+        no request is open."""
         with self._condition:
             is_last = self.is_closed and not self._active
             if is_idle and not (is_last or self._to_start or self._to_cancel):
@@ -137,7 +135,8 @@ class RequestQueue:
                 raise self.frontend_error
             cancelled, self._to_cancel = tuple(self._to_cancel), set()
             count = min(free_slots, len(self._to_start))
-            return StepPlan(cancelled, tuple(self._to_start.popleft() for _ in range(count)), is_last)
+            started = tuple(self._to_start.popleft() for _ in range(count))
+            return None if is_last else StepPlan(cancelled, started)
 
     def close(self) -> None:
         """Later requests are refused."""

@@ -19,8 +19,8 @@ import pytest
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate import harness
-from megatron.evaluate.cli import format_json, format_table, main
-from megatron.evaluate.tasks import EvalTask, Protocol, ScoringRequest, TargetScore
+from megatron.evaluate.cli import Protocol, format_json, format_table, main
+from megatron.evaluate.tasks import EvalTask, ScoringRequest, TargetScore
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus

@@ -26,9 +26,8 @@ from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
 from megatron.serve import scheduler
-from megatron.serve.admission import AuthPolicy, ServerLimits
-from megatron.serve.app import run_server
-from megatron.serve.cli import bind_listener, main
+from megatron.serve.app import AuthPolicy, run_server
+from megatron.serve.cli import ServerLimits, bind_listener, main
 from megatron.serve.scheduler import RequestQueue, run_leader, run_worker
 from mpu import groups
 from tests.distributed import run_ranks
