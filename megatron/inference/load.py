@@ -267,14 +267,15 @@ def build_tokenizer(opened: OpenedModel, flags: Mapping[str, str]) -> Tokenizer:
 
 
 @torch.no_grad()
-def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device: torch.device) -> GPT2:
-    """This rank's part of the model. With `torch.int8` the matrices are int8 and the rest has the dtype of the device's
-    activations. Collective: a read error of one rank is raised on all."""
+def build_model(opened: OpenedModel, groups: Groups, dtype: torch.dtype, device: torch.device,
+                activations: torch.dtype | None = None) -> GPT2:
+    """This rank's part of the model. With `torch.int8` the matrices are int8 and the rest has dtype `activations`
+    (default: by the device). Collective: a read error of one rank is raised on all."""
     require(dtype == torch.int8 or opened.precision != "int8",
             f"{opened.name} holds int8 weights: give --dtype int8, or the checkpoint they were made from")
     model, tp, dp, world = empty_model(opened.shape, groups.tp), groups.tp, groups.dp, groups.world
     parameters = dict(model.named_parameters())
-    other_dtype = activation_dtype(device) if dtype == torch.int8 else dtype
+    other_dtype = dtype if dtype != torch.int8 else activation_dtype(device) if activations is None else activations
     matrices = {name: parameter for name, parameter in parameters.items()
                 if dtype == torch.int8 and is_quantised(name, parameter.shape)}
     stored = all_succeed_or_raise(lambda: [name for name in matrices if opened.has_int8_levels(name)], world)

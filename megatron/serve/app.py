@@ -1,7 +1,7 @@
 """The HTTP application: its routes, and how an answer goes from the model's thread to a client.
 
 A completion passes four types on its way to the decoder: uvicorn's ASGI scope, an `ApiRequest` (api.py), a `Request`
-for each text in a `StepPlan` (scheduler.py), and a `GeneratedSequence`. Its tokens come back as `TokenEvent`s. uvicorn
+for each text (scheduler.py), and a `GeneratedSequence`. Its tokens come back as `TokenEvent`s. uvicorn
 parses HTTP/1.1, limits the head of a request and the number of connections, and shuts down gracefully; `TimedProtocol`
 adds two time limits.
 """

@@ -1,6 +1,6 @@
 """Continuous batching: the request queue that clients and model share, and the loops of the model's ranks.
 
-Rank 0 leads: before each step it takes a StepPlan from the queue (sequences to start and to cancel) and broadcasts it,
+Rank 0 leads: before each step it takes a plan from the queue (the sequences to cancel and to start) and broadcasts it,
 and all ranks execute it. While idle it broadcasts an empty plan every few seconds, so that no collective times out.
 Tokens come back to the clients' thread as records, for `RequestQueue.handle_events`: no object that changes is shared.
 """
@@ -10,8 +10,8 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import asdict, dataclass
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict
 from typing import Any, NamedTuple, final
 
 from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence, Generator, TokenScores
@@ -24,30 +24,19 @@ from mpu.groups import Group
 # ---- the model's ranks -------------------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True)
-class StepPlan:
-    """What every rank does in the next step."""
-
-    cancel: tuple[int, ...] = ()
-    start: tuple[Request, ...] = ()
-
-    @classmethod
-    def from_json(cls, values: dict[str, Any]) -> StepPlan:
-        start = []
-        for one in values["start"]:
-            given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
-                                     for name, value in one.items()}
-            start.append(Request(**{**given, "sampling": Sampling(**one["sampling"])}))
-        return cls(tuple(values["cancel"]), tuple(start))
+def request_from_json(values: dict[str, Any]) -> Request:
+    given: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
+    return Request(**{**given, "sampling": Sampling(**values["sampling"])})
 
 
-def execute(plan: StepPlan, generator: Generator) -> Iterator[list[GeneratedSequence]]:
+def execute(generator: Generator, cancelled: Iterable[int],
+            requests: Sequence[Request]) -> Iterator[list[GeneratedSequence]]:
     """Yields the sequences that got a token or ended: first those that start, so that no client waits for the others'
     next token to see the first one. All ranks call it with the same plans."""
-    for number in plan.cancel:
+    for number in cancelled:
         generator.cancel(number)
-    if plan.start:
-        yield generator.start(plan.start)
+    if requests:
+        yield generator.start(requests)
     yield generator.step()
 
 
@@ -73,11 +62,12 @@ def run_leader(generator: Generator, world: Group, queue: RequestQueue,
     later (False)."""
     until, last_broadcast = float("inf"), time.monotonic()
     while (plan := queue.next_plan(generator.free_slots, generator.is_idle)) is not None and time.monotonic() < until:
-        has_work = not generator.is_idle or plan != StepPlan()
+        cancelled, requests = plan
+        has_work = bool(cancelled or requests) or not generator.is_idle
         if world.size > 1 and (has_work or time.monotonic() - last_broadcast >= HEARTBEAT_SECONDS):
-            broadcast_json(asdict(plan), world)
+            broadcast_json([cancelled, [asdict(request) for request in requests]], world)
             last_broadcast = time.monotonic()
-        for sequences in execute(plan, generator) if has_work else ():
+        for sequences in execute(generator, cancelled, requests) if has_work else ():
             publish([TokenEvent(one.request.number, len(one.tokens), one.tokens[-1] if one.tokens else 0,
                                 one.logprobs[-1] if one.tokens else 0.0, one.finish_reason, one.scores)
                      for one in sequences])
@@ -93,7 +83,8 @@ def run_leader(generator: Generator, world: Group, queue: RequestQueue,
 def run_worker(generator: Generator, world: Group) -> None:
     """The loop of every other rank."""
     while (plan := broadcast_json(None, world)) is not None:
-        for _ in execute(StepPlan.from_json(plan), generator):
+        cancelled, requests = plan
+        for _ in execute(generator, cancelled, [*map(request_from_json, requests)]):
             pass
 
 
@@ -124,19 +115,19 @@ class RequestQueue:
         self.is_closed = False
         self.frontend_error: BaseException | None = None  # what ended the clients' thread
 
-    def next_plan(self, free_slots: int, is_idle: bool) -> StepPlan | None:
-        """Takes the work of the next step; an idle model waits up to POLL_SECONDS for it. None: the queue is closed and
-        no request is open."""
+    def next_plan(self, free_slots: int, is_idle: bool) -> tuple[list[int], list[Request]] | None:
+        """Takes the work of the next step, the sequences to cancel and to start; an idle model waits up to POLL_SECONDS
+        for it. None: the queue is closed and no request is open."""
         with self._condition:
             is_last = self.is_closed and not self._active
             if is_idle and not (is_last or self._to_start or self._to_cancel):
                 self._condition.wait(POLL_SECONDS)
             if self.frontend_error is not None:
                 raise self.frontend_error
-            cancelled, self._to_cancel = tuple(self._to_cancel), set()
+            cancelled, self._to_cancel = [*self._to_cancel], set()
             count = min(free_slots, len(self._to_start))
-            started = tuple(self._to_start.popleft() for _ in range(count))
-            return None if is_last else StepPlan(cancelled, started)
+            requests = [self._to_start.popleft() for _ in range(count)]
+            return None if is_last else (cancelled, requests)
 
     def close(self) -> None:
         """Later requests are refused."""
