@@ -15,7 +15,8 @@ from typing import Any, final
 from lm_eval.api.model import TemplateLM
 
 from megatron.config.tree import require
-from megatron.evaluate.scoring import EvalContext, continuation_request, document_requests
+from megatron.evaluate.scoring import EvalContext
+from megatron.evaluate.tasks import continuation_request, document_requests
 from megatron.inference.decoder import Decoder
 from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
@@ -40,7 +41,7 @@ class MegatronLM(TemplateLM):  # type: ignore[misc]
     def of(cls, load: str | None = None, load_hf: str | None = None, *, batch_size: int = 8,
            **more: Any) -> MegatronLM:
         """`more`: other fields of ModelSource, such as `dtype` and `model_parallel_size`."""
-        return cls(EvalContext.open(ModelSource(load, load_hf, **more), batch_size))
+        return cls(EvalContext(ModelSource(load, load_hf, **more), batch_size))
 
     @property
     def eot_token_id(self) -> int:

@@ -18,7 +18,7 @@ from data.cli import StrictArgumentParser
 from megatron.commands import harness
 from megatron.config.tree import require
 from megatron.errors import ConfigError
-from megatron.evaluate.eval_args import build_model_parser, source_from_flags
+from megatron.evaluate.cli import build_model_parser, source_from_flags
 from megatron.inference.model_args import flags_to_compare
 
 MODULE = "python -m megatron.evaluate.harness"
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.evaluate.bridge import MegatronLM
     from megatron.evaluate.scoring import EvalContext
 
-    context = EvalContext.open(source, flags.batch_size, flags_to_compare(flags))
+    context = EvalContext(source, flags.batch_size, flags_to_compare(flags))
     is_first = context.groups.world.rank == 0
     with _stdout_to_stderr(is_first):
         manager, tasks = TaskManager(include_path=flags.include_path), list[Any]()

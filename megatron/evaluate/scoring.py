@@ -10,22 +10,20 @@ log-sum-exp, largest logit, whether the target is the argmax, target logit.
 from __future__ import annotations
 
 import zlib
-from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
-from typing import Any, final
+from collections.abc import Mapping, Sequence
+from typing import final
 
 import numpy as np
 import torch
-from numpy.typing import NDArray
 from torch import Tensor
 from tqdm import tqdm
 
 from data.storage import DataError
-from data.tokenizer import Tokenizer
 from megatron.config.tree import require
 from megatron.distributed import process_group
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.errors import NumericsError
+from megatron.evaluate.tasks import EvalModelInfo, ScoringRequest, TargetScore
 from megatron.inference import load
 from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
@@ -34,73 +32,6 @@ from mpu.collectives import all_gather, all_gather_json, all_reduce
 from mpu.cross_entropy import VocabShard
 from mpu.device import on_accelerator
 from mpu.groups import Group, Groups
-
-
-TokenIds = NDArray[np.integer[Any]]
-
-
-@dataclass(frozen=True)
-class EvalModelInfo:
-    """What tasks need to know of the model."""
-
-    tokenizer: Tokenizer
-    max_positions: int
-    # How training read and split its text: the section `data` of its configuration.
-    data_settings: Mapping[str, Any] = field(default_factory=dict)
-
-    def encode(self, text: str) -> TokenIds:
-        """Token ids in the smallest integer type, because all data is in memory."""
-        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
-
-
-@dataclass(frozen=True, eq=False)
-class ScoringRequest:
-    tokens: TokenIds
-    first_target: int  # tokens from here on are targets; the model reads all tokens but the last
-    is_truncated: bool = False  # the beginning of the context does not fit and is not read
-
-    @property
-    def num_targets(self) -> int:
-        return len(self.tokens) - self.first_target
-
-
-@dataclass(frozen=True)
-class TargetScore:
-    logprob: float  # sum over the targets
-    is_greedy: bool  # every target is the argmax
-
-
-def overlapping_windows(tokens: TokenIds, length: int, stride: int) -> Iterator[ScoringRequest]:
-    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
-    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
-    assert 1 <= stride <= length
-    start, first = 0, 1
-    while first < len(tokens):
-        stop = min(start + length + 1, len(tokens))
-        yield ScoringRequest(tokens[start:stop], first - start)
-        start, first = start + stride, stop
-
-
-def document_requests(document: TokenIds, length: int, eod: int) -> Iterator[ScoringRequest]:
-    """lm-eval's, of a document after an end-of-document token: each window scores `length` tokens; the last one scores
-    fewer but reads `length` too."""
-    tokens = np.concatenate([np.array([eod], np.min_scalar_type(eod)), document])
-    first = 1
-    while first < len(tokens):
-        stop = min(first + length, len(tokens))
-        start = max(0, stop - 1 - length)
-        yield ScoringRequest(tokens[start:stop], first - start)
-        first = stop
-
-
-def continuation_request(context: Sequence[int], targets: Sequence[int], length: int, location: str) -> ScoringRequest:
-    """The targets after the end of the context, as much as a model of `length` positions reads."""
-    if not 0 < len(targets) <= length:
-        count = "no token" if not targets else f"{len(targets)} tokens"
-        raise DataError(f"{location}: {count} to score, and the model has {length} positions: expected 1 to {length}")
-    whole = np.array([*context, *targets])
-    tokens = whole[-(length + 1):]
-    return ScoringRequest(tokens, len(tokens) - len(targets), is_truncated=len(tokens) < len(whole))
 
 
 def local_target_stats(logits: Tensor, targets: Tensor, tp: Group, tokens: int) -> Tensor:
@@ -129,9 +60,8 @@ CPU_LOGITS_BYTES, GPU_LOGITS_BYTES = 64 << 20, 256 << 20  # fp32 logits of a chu
 
 @final
 class Scorer:
-    def __init__(self, model: GPT2, groups: Groups, batch_size: int, *, shows_progress: bool = False) -> None:
-        self.model, self._groups, self._batch_size = model.eval(), groups, batch_size
-        self._device, self._shows_progress = model.device, shows_progress
+    def __init__(self, model: GPT2, groups: Groups, batch_size: int) -> None:
+        self.model, self._groups, self._batch_size, self._device = model.eval(), groups, batch_size, model.device
 
     @torch.no_grad()
     def __call__(self, requests: Sequence[ScoringRequest]) -> list[TargetScore]:
@@ -150,8 +80,8 @@ class Scorer:
         order = sorted(range(len(requests)), key=lambda number: (-len(requests[number].tokens), number))
         mine = [order[at : at + size] for at in range(0, len(order), size)][dp.rank :: dp.size]
         local = torch.zeros(2, len(requests), dtype=torch.float64, device=self._device)  # 0 except in my batches
-        for batch in tqdm(mine, unit="batch", leave=False,
-                          disable=None if self._shows_progress else True):  # None: shown on a terminal only
+        # disable=None: the progress is shown on a terminal only
+        for batch in tqdm(mine, unit="batch", leave=False, disable=None if self._groups.world.rank == 0 else True):
             local[:, batch] = self._score([requests[number] for number in batch])
         logprobs, greedy = all_reduce(local, dp).tolist()
         scores = [TargetScore(logprob, bool(flag)) for logprob, flag in zip(logprobs, greedy, strict=True)]
@@ -182,33 +112,24 @@ class Scorer:
 
 
 @final
-@dataclass(frozen=True)
 class EvalContext:
     """A model that is opened but not read yet, and what it will run on."""
 
-    opened: load.OpenedModel
-    model_info: EvalModelInfo
-    groups: Groups
-    dtype: str
-    device: torch.device
-    batch_size: int
-
-    @classmethod
-    def open(cls, source: ModelSource, batch_size: int, must_match: Mapping[str, object] | None = None) -> EvalContext:
+    def __init__(self, source: ModelSource, batch_size: int, must_match: Mapping[str, object] | None = None) -> None:
         """`must_match`: flags that must be equal on all ranks. Collective."""
         env, size = process_group.init(must_match=must_match), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
-        groups = mpu_groups.build(size)
-        opened = load.open_model(source, groups)
-        tokenizer = all_succeed_or_raise(lambda: load.build_tokenizer(opened, source.tokenizer), groups.world)
+        self.groups, self.batch_size = mpu_groups.build(size), batch_size
+        self.opened = opened = load.open_model(source, self.groups)
+        self.dtype = source.dtype or opened.precision
+        tokenizer = all_succeed_or_raise(lambda: load.build_tokenizer(opened, source.tokenizer), self.groups.world)
         require(tokenizer.eod < opened.shape.known_vocab_size,
                 f"{opened.name} has no token for the end of a document")
-        model_info = EvalModelInfo(tokenizer, opened.shape.max_position_embeddings, opened.data)
-        return cls(opened, model_info, groups, source.dtype or opened.precision, process_group.device_for(env, None),
-                   batch_size)
+        self.model_info = EvalModelInfo(tokenizer, opened.shape.max_position_embeddings, opened.data)
+        self._device = process_group.device_for(env)
 
     def load_scorer(self) -> Scorer:
         """Reads the weights. Collective."""
-        model = load.build_model(self.opened, self.groups, load.DTYPES[self.dtype], self.device)
-        return Scorer(model, self.groups, self.batch_size, shows_progress=self.groups.world.rank == 0)
+        model = load.build_model(self.opened, self.groups, load.DTYPES[self.dtype], self._device)
+        return Scorer(model, self.groups, self.batch_size)

@@ -1,9 +1,9 @@
-"""The evaluation tasks: what is scored, and the metrics that follow from the scores.
+"""The evaluation tasks: the pieces that are scored, and the metrics that follow from the scores.
 
     wikitext     perplexity of a WikiText file       lambada      predicts the last word of a passage
     perplexity   perplexity of any text or corpus
 
-How a task reads its data and counts words is said by its protocol (TASKS in eval_args.py).
+How a task reads its data and counts words is said by its protocol (TASKS in cli.py).
 """
 
 from __future__ import annotations
@@ -11,12 +11,13 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
-from data.compressed import open_decompressed, read_errors_for
 from data.indexed import IndexedCorpus
 from data.input_files import JSON_LINES, kind_of
 from data.text_files import Separator
@@ -24,11 +25,83 @@ from data.preprocess import TextReadOptions
 from data.sampling import parse_split, split_documents
 from data.sources import cached_corpus
 from data.storage import DataError
+from data.tokenizer import Tokenizer
 from megatron.config.tree import require
-from megatron.evaluate.eval_args import PARTS, EvalRequest, Protocol, is_corpus_prefix
-from megatron.evaluate.scoring import (EvalModelInfo, ScoringRequest, TargetScore, TokenIds, continuation_request,
-                                       document_requests, overlapping_windows)
-from megatron.inference.prompts import decode_lines, text_from_json
+from megatron.evaluate.cli import PARTS, EvalRequest, Protocol, is_corpus_prefix
+from megatron.inference.prompts import read_lines, text_from_json
+
+
+# ---- what is scored -----------------------------------------------------------------------------------------------
+
+
+TokenIds = NDArray[np.integer[Any]]
+
+
+@dataclass(frozen=True)
+class EvalModelInfo:
+    """What tasks need to know of the model."""
+
+    tokenizer: Tokenizer
+    max_positions: int
+    # How training read and split its text: the section `data` of its configuration.
+    data_settings: Mapping[str, Any] = field(default_factory=dict)
+
+    def encode(self, text: str) -> TokenIds:
+        """Token ids in the smallest integer type, because all data is in memory."""
+        return self.tokenizer.encode_array(text).astype(np.min_scalar_type(self.tokenizer.vocab_size - 1))
+
+
+@dataclass(frozen=True, eq=False)
+class ScoringRequest:
+    tokens: TokenIds
+    first_target: int  # tokens from here on are targets; the model reads all tokens but the last
+    is_truncated: bool = False  # the beginning of the context does not fit and is not read
+
+    @property
+    def num_targets(self) -> int:
+        return len(self.tokens) - self.first_target
+
+
+@dataclass(frozen=True)
+class TargetScore:
+    logprob: float  # sum over the targets
+    is_greedy: bool  # every target is the argmax
+
+
+def overlapping_windows(tokens: TokenIds, length: int, stride: int) -> Iterator[ScoringRequest]:
+    """Megatron's: a window begins every `stride` tokens. The first scores all its tokens, each later one its last
+    `stride`, so that a token has at least `length - stride` tokens before it. With `stride` = `length` none overlap."""
+    assert 1 <= stride <= length
+    start, first = 0, 1
+    while first < len(tokens):
+        stop = min(start + length + 1, len(tokens))
+        yield ScoringRequest(tokens[start:stop], first - start)
+        start, first = start + stride, stop
+
+
+def document_requests(document: TokenIds, length: int, eod: int) -> Iterator[ScoringRequest]:
+    """lm-eval's, of a document after an end-of-document token: each window scores `length` tokens; the last one scores
+    fewer but reads `length` too."""
+    tokens = np.concatenate([np.array([eod], np.min_scalar_type(eod)), document])
+    first = 1
+    while first < len(tokens):
+        stop = min(first + length, len(tokens))
+        start = max(0, stop - 1 - length)
+        yield ScoringRequest(tokens[start:stop], first - start)
+        first = stop
+
+
+def continuation_request(context: Sequence[int], targets: Sequence[int], length: int, location: str) -> ScoringRequest:
+    """The targets after the end of the context, as much as a model of `length` positions reads."""
+    if not 0 < len(targets) <= length:
+        count = "no token" if not targets else f"{len(targets)} tokens"
+        raise DataError(f"{location}: {count} to score, and the model has {length} positions: expected 1 to {length}")
+    whole = np.array([*context, *targets])
+    tokens = whole[-(length + 1):]
+    return ScoringRequest(tokens, len(tokens) - len(targets), is_truncated=len(tokens) < len(whole))
+
+
+# ---- tasks and metrics -------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -107,7 +180,7 @@ def prepare_task(request: EvalRequest, model_info: EvalModelInfo) -> EvalTask:
 
 def read_text(path: str) -> str:
     """The content of a text file, with its line ends."""
-    text = "".join(line for line, _ in _decoded_lines(path))
+    text = "".join(line for line, _ in read_lines(path))
     if not text.strip():
         raise DataError(f"{path}: the file is empty; expected text")
     return text
@@ -116,18 +189,13 @@ def read_text(path: str) -> str:
 def read_json_texts(path: str, *keys: str) -> Iterator[tuple[str, str]]:
     """(text, location) of each line of a JSON lines file: the value of the first of `keys` that its object has."""
     is_empty = True
-    for line, where in _decoded_lines(path):
+    for line, where in read_lines(path):
         if not line.strip():
             continue
         is_empty = False
         yield text_from_json(line, where, *keys), where
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected a JSON object on each line")
-
-
-def _decoded_lines(path: str) -> Iterator[tuple[str, str]]:
-    with read_errors_for(path), open_decompressed(path) as file:
-        yield from decode_lines(file, path)
 
 
 # ---- WikiText ----------------------------------------------------------------------------------------------------

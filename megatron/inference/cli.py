@@ -22,7 +22,7 @@ from megatron.checkpoint.manifest import LATEST, MANIFEST
 from megatron.config.tree import require
 from megatron.inference import model_args
 from megatron.inference.model_args import flags_to_compare, model_parser, model_source_from_args
-from megatron.inference.prompts import (PromptSource, StreamingPrompts, Terminal, prompts_from_args, prompts_from_file,
+from megatron.inference.prompts import (PromptSource, Terminal, prompts_from_args, prompts_from_file,
                                         prompts_from_stream)
 from megatron.inference.request import GenerationConfig, Sampling
 
@@ -105,7 +105,7 @@ def open_prompts(args: argparse.Namespace, log: Callable[[str], None]) -> Prompt
         is_pipe = stat.S_ISFIFO(os.fstat(sys.stdin.fileno()).st_mode)
     except (OSError, ValueError):  # standard input has no file descriptor
         is_pipe = False
-    return (StreamingPrompts if is_pipe else PromptSource)(prompts_from_stream(sys.stdin, log))
+    return PromptSource(prompts_from_stream(sys.stdin, log), is_stream=is_pipe)
 
 
 def main(argv: Sequence[str] | None = None) -> int:

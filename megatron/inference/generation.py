@@ -34,9 +34,11 @@ if TYPE_CHECKING:
 
 def sample_tokens(logits: Tensor, settings: Sampling, keys: Tensor, seen: Sequence[Collection[int]]) -> Tensor:
     """[b, V] logits, [b] 64-bit keys -> [b] tokens. Does not wait for the device."""
+    if settings.repetition_penalty != 1:
+        logits = apply_repetition_penalty(logits, settings.repetition_penalty, seen)
     if settings.greedy:
-        return apply_repetition_penalty(logits, settings, seen).argmax(-1)
-    probs, tokens = candidate_probabilities(logits, settings, seen)
+        return logits.argmax(-1)
+    probs, tokens = candidate_probabilities(logits, settings)
     return tokens.gather(-1, (probs.log() + gumbel_noise(keys[:, None], tokens)).argmax(-1, keepdim=True))[:, 0]
 
 
@@ -50,11 +52,10 @@ def gumbel_noise(keys: Tensor, tokens: Tensor) -> Tensor:
     return -(-((x.double() + 0.5) * 2.0 ** -53).log()).log()
 
 
-def candidate_probabilities(logits: Tensor, settings: Sampling,
-                            seen: Sequence[Collection[int]]) -> tuple[Tensor, Tensor]:
+def candidate_probabilities(logits: Tensor, settings: Sampling) -> tuple[Tensor, Tensor]:
     """[b, V] -> fp64 probabilities and their tokens. Tokens outside top-k, top-p or min-p are missing or have
     probability 0."""
-    scores = apply_repetition_penalty(logits, settings, seen).double() / settings.temperature
+    scores = logits.double() / settings.temperature
     if 0 < settings.top_k < scores.shape[-1]:
         scores, tokens = scores.topk(settings.top_k)
     elif settings.top_p < 1:
@@ -70,13 +71,11 @@ def candidate_probabilities(logits: Tensor, settings: Sampling,
     return probs / probs.sum(-1, keepdim=True), tokens
 
 
-def apply_repetition_penalty(logits: Tensor, settings: Sampling, seen: Sequence[Collection[int]]) -> Tensor:
-    if settings.repetition_penalty == 1:
-        return logits
+def apply_repetition_penalty(logits: Tensor, penalty: float, seen: Sequence[Collection[int]]) -> Tensor:
     scores = logits.double()
     for row, tokens in zip(scores, seen, strict=True):
         token_ids = torch.tensor(sorted(set(tokens)), dtype=torch.int64, device=scores.device)
-        score, penalty = row[token_ids], settings.repetition_penalty
+        score = row[token_ids]
         row[token_ids] = torch.where(score > 0, score / penalty, score * penalty)
     return scores
 

@@ -33,30 +33,19 @@ class Prompt(NamedTuple):
     location: str  # file and line, for messages
 
 
-class PromptSource:
-    """Prompts that are known before the first is answered."""
-
-    is_stream = False  # the next prompt may take hours
-
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
-        self.known_prompts = list(prompts)
-        self._rest = iter(self.known_prompts)
-
-    def take(self, limit: int, wait: bool) -> list[Prompt] | None:
-        """Up to `limit` prompts, with `wait` at least one; None: the source is exhausted."""
-        return list(itertools.islice(self._rest, limit)) or None
-
-
 @final
-class StreamingPrompts(PromptSource):
-    """Lines of another program, which may wait for each answer. A thread reads them."""
+class PromptSource:
+    """Prompts that are known before the first is answered, or a stream: the lines of another program, which may wait
+    for each answer. A thread reads those."""
 
-    is_stream = True
-
-    def __init__(self, prompts: Iterable[Prompt]) -> None:
-        super().__init__(())
+    def __init__(self, prompts: Iterable[Prompt], is_stream: bool = False) -> None:
+        self.is_stream = is_stream  # the next prompt may take hours
+        self.known_prompts: list[Prompt] = [] if is_stream else list(prompts)
         self._queue: queue.Queue[Prompt | BaseException | None] = queue.Queue()
-        threading.Thread(target=self._read, args=(prompts,), daemon=True).start()
+        if is_stream:
+            threading.Thread(target=self._read, args=(prompts,), daemon=True).start()
+        else:
+            self._read(self.known_prompts)
         self._is_exhausted = False
 
     def _read(self, prompts: Iterable[Prompt]) -> None:
@@ -69,6 +58,7 @@ class StreamingPrompts(PromptSource):
         self._queue.put(end)
 
     def take(self, limit: int, wait: bool) -> list[Prompt] | None:
+        """Up to `limit` prompts, with `wait` at least one; None: the source is exhausted."""
         taken: list[Prompt] = []
         while len(taken) < limit and not self._is_exhausted:
             try:
@@ -95,12 +85,10 @@ def prompts_from_args(texts: Iterable[str], what: str = "prompt") -> list[Prompt
 
 def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]:
     """One prompt a line, or an object a line in a .jsonl file; compressed according to the suffix."""
-    is_json = strip_compression_suffix(path).endswith(".jsonl")
-    is_empty = True
-    with read_errors_for(path), open_decompressed(path) as file:
-        for text, where in _prompts_of_lines(file, path, log):
-            is_empty = False
-            yield Prompt(text_from_json(text, where, "prompt", "text") if is_json else text, where)
+    is_json, is_empty = strip_compression_suffix(path).endswith(".jsonl"), True
+    for text, where in _prompts_of_lines(read_lines(path), path, log):
+        is_empty = False
+        yield Prompt(text_from_json(text, where, "prompt", "text") if is_json else text, where)
     if is_empty:
         raise DataError(f"{path}: the file is empty; expected prompts, one a line")
 
@@ -108,19 +96,26 @@ def prompts_from_file(path: str, log: Callable[[str], None]) -> Iterator[Prompt]
 def prompts_from_stream(stream: TextIO, log: Callable[[str], None]) -> Iterator[Prompt]:
     if isinstance(stream, io.TextIOWrapper):
         stream.reconfigure(errors="surrogateescape")  # so that the error of decode_utf8 names the line
-    return _prompts_of_lines((line.encode("utf-8", "surrogateescape") for line in stream), "standard input", log)
+    name, lines = "standard input", (line.encode("utf-8", "surrogateescape") for line in stream)
+    return _prompts_of_lines(decode_lines(lines, name), name, log)
 
 
-def _prompts_of_lines(lines: Iterable[bytes], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
+def _prompts_of_lines(lines: Iterable[tuple[str, str]], name: str, log: Callable[[str], None]) -> Iterator[Prompt]:
     """The lines that are not blank; logs the number of blank ones at the end."""
     blanks = 0
-    for line, where in decode_lines(lines, name):
+    for line, where in lines:
         if line.strip():
             yield Prompt(line.rstrip("\r\n"), where)
         else:
             blanks += 1
     if blanks:
         log(f"note: {name}: {blanks} blank line{'s' * (blanks > 1)} skipped")
+
+
+def read_lines(path: str) -> Iterator[tuple[str, str]]:
+    """(line, its location) of a file, which may be compressed."""
+    with read_errors_for(path), open_decompressed(path) as file:
+        yield from decode_lines(file, path)
 
 
 def decode_lines(lines: Iterable[bytes], name: str) -> Iterator[tuple[str, str]]:

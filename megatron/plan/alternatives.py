@@ -21,9 +21,8 @@ from megatron.config.config_errors import error_sentences
 from megatron.config.tree import Config, RecomputeConfig, flag_name
 from megatron.distributed.exit_codes import ExplainedMemoryError, is_out_of_memory
 from megatron.errors import ConfigError
-from megatron.plan.activations import Device
-from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
-from megatron.plan.memory import PhaseMemory, peak_memory
+from megatron.plan.footprint import ALL_ON_DEVICE, Device, PlannedRun, StatePlacement
+from megatron.plan.memory import peak_memory
 
 # Placements that get a row in the table.
 PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu"), StatePlacement("nvme"),
@@ -168,11 +167,6 @@ def format_bytes(count: int) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
 
 
-def format_breakdown(moment: PhaseMemory) -> str:
-    parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in asdict(moment).items() if name != "name")
-    return f"{format_bytes(moment.total)} at its fullest moment ({moment.name}): {parts}"
-
-
 @contextmanager
 def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[None]:
     """Turn an out-of-memory error of building or training into an ExplainedMemoryError that names the two cheapest flag
@@ -183,7 +177,10 @@ def oom_hint(config: Config, rank: int, ranks: int, device: Device) -> Iterator[
         if not is_out_of_memory(error) or isinstance(error, ExplainedMemoryError):
             raise
         run = PlannedRun(config, ranks, device)
-        print(f" rank {rank} needs {format_breakdown(peak_memory(run))}", file=sys.stderr, flush=True)
+        peak = peak_memory(run)
+        parts = ", ".join(f"{name} {format_bytes(count)}" for name, count in asdict(peak).items() if name != "name")
+        print(f" rank {rank} needs {format_bytes(peak.total)} at its fullest moment ({peak.name}): {parts}",
+              file=sys.stderr, flush=True)
         reason = (str(error).strip() or "no more memory").splitlines()[0]
         suggestions = describe_suggestions(run)
         remedy = f"try {suggestions}" if suggestions else \

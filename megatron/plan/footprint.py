@@ -1,8 +1,8 @@
-"""The persistent memory and the traffic of a run, from its configuration alone: pure arithmetic, for any number of
-ranks.
+"""The persistent memory and the traffic of a run, and its activations, from its configuration alone: pure arithmetic,
+for any number of ranks.
 
 `PlannedRun` is a configuration on a number of ranks of one device type. It uses the engine's own layout (FlatLayout
-with its padding) and precisions. Transient memory of a step is in memory.py, activation memory in activations.py.
+with its padding) and precisions. Transient memory of a step is in memory.py.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ from typing import Literal
 from megatron.config.optimizer_config import ONE_BIT_OPTIMIZERS
 from megatron.config.tree import Config, OffloadConfig, data_parallel_size
 from megatron.layer_drop import expected_blocks
-from megatron.plan.activations import FP32, Activations, Device
 from megatron.zero.layout import FlatLayout, Slot, align
 from megatron.zero.offload.chunk_sizes import (STEP_BUFFER_SETS, OffloadRatio, largest_chunk, param_chunks,
                                                split_into_chunks, step_chunk_numel)
 from megatron.zero.stages import StagePolicy, gradient_precisions, stage_policy
 
+Device = Literal["cpu", "cuda"]
 OffloadTarget = Literal["none", "cpu", "nvme"]
 
+FP32 = 4  # bytes
 ITEMSIZE = {"fp32": FP32, "fp16": 2, "bf16": 2}
 MOMENTS_PER_WEIGHT = 2  # AdamW's moments per weight
 MUON_WIRE_BYTES = 2  # bytes per element of a matrix that is gathered for Muon
@@ -185,10 +186,7 @@ class PlannedRun:
 
     @cached_property
     def activations(self) -> Activations:
-        data = self.config.data
-        return Activations(self.config.model, self.config.train.batch_size, self.config.seq_length, self.tp,
-                           self.param_bytes, self.device, document_mask=data.reset_attention_mask,
-                           recompute=self.config.recompute)
+        return Activations(self)
 
     # ---- persistent memory ----------------------------------------------------------------------------------------
 
@@ -366,3 +364,87 @@ class PlannedRun:
         in_block = {slot.name for slot in self.block_parameters}
         hidden = (slot for slot in layout.slots if len(slot.shape) == 2 and slot.name in in_block)
         return min(layout.shard_numel, sum(align(slot.numel) for slot in hidden))
+
+
+# ---- activations ------------------------------------------------------------------------------------------------
+
+
+class Activations:
+    """Activation memory of one micro-batch between its forward and its backward, in bytes.
+
+    Autograd saves the tensors that a backward formula reads, each storage once (T tokens, h hidden, f MLP width, t
+    tensor parallel ranks): LayerNorm its input [T, h] with mean and 1/std [T]; a linear layer its input; attention q,
+    k, v [T, 3h/t], its output [T, h/t] and an fp32 log-sum-exp per row and head; GELU its input [T, f/t]; dropout a
+    mask [T, h]. Activation checkpointing saves the input [T, h] of each chunk of blocks instead: in place, partitioned
+    over tensor parallel ranks, on the host, or in a contiguous buffer. CPU attention with dropout is unfused: fp32,
+    three [s, s] matrices a head.
+    """
+
+    def __init__(self, run: PlannedRun) -> None:
+        model, recompute, tp, param_bytes = run.config.model, run.config.recompute, run.tp, run.param_bytes
+        sequence, on_gpu = run.config.seq_length, run.device == "cuda"
+        self.tokens = tokens = run.config.train.batch_size * sequence
+        self.residual_bytes = tokens * model.hidden_size * param_bytes  # [T, h] of the residual stream
+        self.mlp_bytes = tokens * model.ffn_size // tp * param_bytes  # [T, f/t] inside the MLP
+        self.layernorm_stats = 2 * tokens * (FP32 if on_gpu else param_bytes)  # mean and 1/std of one LayerNorm
+        dropout_mask = tokens * model.hidden_size * (1 if on_gpu else param_bytes) if model.hidden_dropout else 0
+
+        # attention: q, k, v and the output, each [T, h/t]
+        is_unfused = not on_gpu and model.attention_dropout > 0
+        split = tokens * model.hidden_size // tp
+        scores = tokens * sequence * model.num_attention_heads // tp * FP32  # an fp32 [s, s] for each head and sample
+        if is_unfused:
+            attention = split * param_bytes + 3 * split * FP32 + 3 * scores
+        else:
+            rows = tokens * model.num_attention_heads // tp
+            # documents that are kept apart give attention a mask
+            mask = tokens * sequence * param_bytes if run.config.data.reset_attention_mask else 0
+            attention = 4 * split * param_bytes + rows * FP32 + mask
+        streams = 4 * self.residual_bytes  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
+        # Everything one block saves, its input included (the next block's input is its output).
+        self.block = streams + 2 * self.layernorm_stats + attention + 2 * self.mlp_bytes + 2 * dropout_mask
+        # gradients of the residual stream; of GELU's output, while that of its input is computed
+        # Peak of a block's backward beyond its saved tensors: gradients of activations.
+        self.block_backward = self.residual_bytes + self.mlp_bytes
+        if is_unfused:
+            freed = 2 * self.residual_bytes + 2 * self.mlp_bytes  # the second half of the block is done
+            self.block_backward = max(self.block_backward, self.residual_bytes + 2 * scores - freed)
+        split_lookup = tokens * (8 + 1 + 1) if tp > 1 else 0
+        # The tokens, their targets and weights, and tensors saved by the embeddings.
+        self.before_blocks = tokens * (8 + 8 + FP32) + split_lookup + dropout_mask
+
+        # Blocks recomputed at a time; None: nothing is recomputed.
+        self.chunk = recompute.checkpoint_num_layers if recompute.checkpoint_activations else None
+        self.num_layers, self.num_chunks = model.num_layers, -(-model.num_layers // (self.chunk or 1))
+        self.inputs_are_on_host = recompute.cpu_checkpointing and on_gpu
+        parts = tp if recompute.partition_activations else 1
+        self._chunk_input = -(-tokens * model.hidden_size // parts) * param_bytes  # the saved input of one chunk
+        # of the contiguous buffer of saved inputs
+        self._has_buffer = self.chunk is not None and recompute.contiguous_memory_optimization
+        buffer_rows = (recompute.number_checkpoints or self.num_chunks) if self._has_buffer else 0
+        # Bytes on the host at the end of the forward.
+        self.host_input_bytes = (max(self.num_chunks, buffer_rows) * self._chunk_input
+                                 if self.inputs_are_on_host and self.chunk else 0)
+        # The buffer on the device: allocated in the first forward, and kept.
+        self.input_buffer_bytes = 0 if self.inputs_are_on_host else buffer_rows * self._chunk_input
+        # the full input exists beside a saved copy of it
+        self._copies_input = recompute.partition_activations and tp > 1 or self.inputs_are_on_host or self._has_buffer
+
+    def _device_input_bytes(self, chunks: int) -> int:
+        """Inputs of that many chunks on the device, outside the buffer."""
+        return 0 if self.inputs_are_on_host or self._has_buffer else chunks * self._chunk_input
+
+    def alive_at_block(self, block: int) -> int:
+        """Alive when the backward of block number `block` begins: the blocks up to it, or with recomputation the inputs
+        of the chunks up to its own, and the recomputed blocks of its own chunk."""
+        if self.chunk is None:
+            return (block + 1) * self.block
+        number, inside = divmod(block, self.chunk)
+        recomputed = (inside + 1) * self.block
+        # the next chunk's input is copied to the device meanwhile
+        prefetched = self.residual_bytes if self.inputs_are_on_host and number else 0
+        return self._device_input_bytes(number + self._copies_input) + recomputed + prefetched
+
+    def alive_at_loss(self) -> int:
+        """Alive at the end of the forward: all blocks, or the input of each chunk."""
+        return self.num_layers * self.block if self.chunk is None else self._device_input_bytes(self.num_chunks)

@@ -4,7 +4,7 @@ Memory is computed at each phase (init, loss, backward of each block, reduction,
     parameters    16-bit or fp32 working values: full, or this rank's shards
     gradients     full gradients or shards that last from block to block
     optimizer     fp32 masters (unless they are the parameters) and moments
-    activations   tensors saved by autograd, and gradients of activations in flight (activations.py)
+    activations   tensors saved by autograd, and gradients of activations in flight
     buffers       gathered units, full gradients before reduction, collectives, chunks of logits
 The rules are those of the engine and the loss kernels, whose block sizes are imported where they are used: the command
 line is checked without torch. Tests compare the results with real allocations. Not included: allocator rounding, the
@@ -16,8 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
-from megatron.plan.activations import FP32
-from megatron.plan.footprint import MOMENTS_PER_WEIGHT, MUON_WIRE_BYTES, PlannedRun
+from megatron.plan.footprint import FP32, MOMENTS_PER_WEIGHT, MUON_WIRE_BYTES, PlannedRun
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 

@@ -24,8 +24,7 @@ from megatron.config.tree import Config, require
 from megatron.distributed.exit_codes import run
 from megatron.errors import PeerError
 from megatron.launch.supervisor import die_with_parent
-from megatron.plan.activations import FP32
-from megatron.plan.footprint import PlannedRun
+from megatron.plan.footprint import FP32, PlannedRun
 from megatron.train.flops import GPUS, peak_tflops
 
 
@@ -88,7 +87,7 @@ class StepTime:
 def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
     acts, model, passes = planned.activations, planned.config.model, PASSES[planned.device]
     matrices = sum(slot.numel for slot in planned.block_parameters if len(slot.shape) == 2)
-    scores = acts.batch * acts.sequence**2 * model.num_attention_heads / planned.tp
+    scores = acts.tokens * planned.config.seq_length * model.num_attention_heads / planned.tp
     is_fused = not (planned.device == "cpu" and model.attention_dropout)
     # two products of the lower triangle of the scores; attention that is not fused computes all of it
     attention = (2 if is_fused else 4) * scores * model.hidden_size / model.num_attention_heads

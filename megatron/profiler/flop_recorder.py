@@ -144,40 +144,6 @@ def _is_checkpoint_recomputing() -> bool:
     return torch.is_grad_enabled() and type(node).__name__ == "CheckpointFunctionBackward"
 
 
-class FlopCountingMode(TorchDispatchMode):
-    supports_higher_order_operators = True
-
-    def __init__(self, add_macs: Callable[[int], None]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self._add_macs = add_macs
-        # Operations that may multiply but have no formula, and how often they ran.
-        self.uncounted_ops: Counter[str] = Counter()
-        self.saw_backward = False
-
-    @classmethod
-    def _should_skip_dynamo(cls) -> bool:
-        """No: compilation is off during a recording, and skipping would load the compiler, which is slow."""
-        return False
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if NestedTensor in types:
-            return NotImplemented  # its component operations are dispatched next
-        named, formula = kwargs or {}, flop_formula(func)
-        self.saw_backward = self.saw_backward or current_backward_id() is not None
-        # nested tensors have their own kernels, and no shape to count by
-        is_nested = any(isinstance(arg, Tensor) and arg.is_nested for arg in args)
-        if formula is None and not is_nested and is_composite(func):
-            with self:
-                result = func.decompose(*args, **named)
-            return func(*args, **named) if result is NotImplemented else result
-        result = func(*args, **named)
-        if formula is not None and not is_nested:
-            self._add_macs(formula(result, args, named))
-        elif may_multiply(func):
-            self.uncounted_ops[str(func)] += 1
-        return result
-
-
 class _CallFrame(NamedTuple):
     """A running call of a module."""
 
@@ -186,12 +152,15 @@ class _CallFrame(NamedTuple):
     start: Any
 
 
-class FlopRecording:
+class FlopRecording(TorchDispatchMode):
     """Counts and times of a model's modules by path, without those of modules inside them. Several recordings add up.
     """
 
+    supports_higher_order_operators = True
+
     def __init__(self, model: nn.Module, ignore: Sequence[type[nn.Module]] = ()) -> None:
         """Operations in modules of the classes `ignore`, and in modules inside them, are not counted."""
+        super().__init__()  # type: ignore[no-untyped-call]
         self.model = model
         # (path, or None outside of modules; forward, backward or recomputation) -> multiply-accumulates.
         self.macs: Counter[tuple[str | None, str]] = Counter()
@@ -202,8 +171,9 @@ class FlopRecording:
         self._paths = {module: path for path, module in model.named_modules()}  # a shared one has its first path
         self._ignored = {self._paths[inner] for module in model.modules() if isinstance(module, tuple(ignore))
                          for inner in module.modules()}
-        self._counting_mode = FlopCountingMode(self._add_macs)
-        self.uncounted_ops = self._counting_mode.uncounted_ops
+        # Operations that may multiply but have no formula, and how often they ran.
+        self.uncounted_ops: Counter[str] = Counter()
+        self.saw_backward = False
         self._threads = threading.local()
         self._tracked_thread = 0
         # autograd sequence numbers from _interval_starts[i] on belong to the module _interval_owners[i]
@@ -213,13 +183,9 @@ class FlopRecording:
         self._timed_calls: list[tuple[str, Any, Any]] = []
 
     @property
-    def saw_backward(self) -> bool:
-        return self._counting_mode.saw_backward
-
-    @property
     def can_stop(self) -> bool:
         """Whether this is the thread's innermost mode, which is the one that torch ends."""
-        return _get_current_dispatch_mode() is self._counting_mode
+        return _get_current_dispatch_mode() is self
 
     @contextmanager
     def record(self, part: str = "") -> Iterator[None]:
@@ -228,7 +194,7 @@ class FlopRecording:
         handles = (register_module_forward_pre_hook(self._enter),
                    register_module_forward_hook(self._leave, always_call=True))
         try:
-            with self.record_time(part), run_uncompiled(), self._counting_mode:
+            with self.record_time(part), run_uncompiled(), self:
                 yield
         finally:
             for handle in handles:
@@ -252,7 +218,7 @@ class FlopRecording:
         self._forget_calls()
         for results in (self.macs, self.calls, self.module_seconds, self.part_seconds, self.uncounted_ops):
             results.clear()
-        self._counting_mode.saw_backward = False
+        self.saw_backward = False
 
     def _forget_calls(self) -> None:
         self._timed_calls.clear()
@@ -286,6 +252,29 @@ class FlopRecording:
         if threading.get_ident() == self._tracked_thread:  # sequence numbers are per thread
             self._interval_starts.append(torch.autograd._get_sequence_nr())
             self._interval_owners.append(owner)
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """No: compilation is off during a recording, and skipping would load the compiler, which is slow."""
+        return False
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if NestedTensor in types:
+            return NotImplemented  # its component operations are dispatched next
+        named, formula = kwargs or {}, flop_formula(func)
+        self.saw_backward = self.saw_backward or current_backward_id() is not None
+        # nested tensors have their own kernels, and no shape to count by
+        is_nested = any(isinstance(arg, Tensor) and arg.is_nested for arg in args)
+        if formula is None and not is_nested and is_composite(func):
+            with self:
+                result = func.decompose(*args, **named)
+            return func(*args, **named) if result is NotImplemented else result
+        result = func(*args, **named)
+        if formula is not None and not is_nested:
+            self._add_macs(formula(result, args, named))
+        elif may_multiply(func):
+            self.uncounted_ops[str(func)] += 1
+        return result
 
     def _add_macs(self, macs: int) -> None:
         """Add the count of the running operation to its module and phase."""

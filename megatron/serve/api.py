@@ -8,16 +8,29 @@ import asyncio
 import secrets
 import time
 from collections.abc import Collection, Mapping
-from dataclasses import KW_ONLY, dataclass
+from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, final
 
 from data.strict_json import decode_utf8, parse_json
-from data.tokenizer import Tokenizer
 from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence
-from megatron.inference.request import Request, Sampling
-from megatron.serve.admission import HttpError, ServerLimits, invalid_field
+from megatron.inference.load import LoadedModel
+from megatron.inference.request import Sampling
+from megatron.serve.cli import ServerLimits
 
 MAX_QUOTED_CHARACTERS = 60  # characters of an unknown key in an error message
+
+
+@final
+class HttpError(Exception):
+    def __init__(self, status: int, message: str, *, param: str | None = None, code: str | None = None,
+                 headers: tuple[tuple[str, str], ...] = ()) -> None:
+        """`param`: the key that is wrong; `code`: OpenAI's error code; `headers`: of the response."""
+        super().__init__(message)
+        self.status, self.message, self.param, self.code, self.headers = status, message, param, code, headers
+
+
+def invalid_field(name: str, message: str) -> HttpError:
+    return HttpError(400, f"{name}: {message}", param=name)
 
 
 class NumberKey(NamedTuple):
@@ -39,15 +52,14 @@ class NeutralKey(NamedTuple):
 KeyKind = type[bool] | type[str] | type[object] | NumberKey | NeutralKey
 
 
-def read_json(body: bytes) -> Any:
-    try:
-        return parse_json(decode_utf8(body))
-    except ValueError as error:
-        raise HttpError(400, f"the body is {str(error)[:200]}") from None
-
-
-def read_keys(given: Any, kinds: Mapping[str, KeyKind]) -> dict[str, Any]:
-    """The value of each known key, checked; None: not given. Other keys are refused by name."""
+def read_keys(given: bytes | dict[str, Any], kinds: Mapping[str, KeyKind]) -> dict[str, Any]:
+    """The value of each known key of a body or an object in it, checked; None: not given. Other keys are refused by
+    name."""
+    if isinstance(given, bytes):
+        try:
+            given = parse_json(decode_utf8(given))
+        except ValueError as error:
+            raise HttpError(400, f"the body is {str(error)[:200]}") from None
     if not isinstance(given, dict):
         raise HttpError(400, "expected a JSON object")
     found = {}
@@ -92,15 +104,11 @@ def check_text(value: Any, name: str) -> str:
 
 
 @final
-@dataclass(frozen=True)
 class ServedModel:
-    name: str
-    tokenizer: Tokenizer
-    positions: int
-    eod: int | None
-    limits: ServerLimits
-    created: int
-    max_new_tokens: int
+    def __init__(self, loaded: LoadedModel, name: str, limits: ServerLimits) -> None:
+        self.name, self.tokenizer, self.eod, self.limits = name, loaded.tokenizer, loaded.eod, limits
+        self.created, self.positions = int(time.time()), loaded.model.config.max_position_embeddings
+        self.max_new_tokens = min(limits.max_new_tokens or self.positions, self.positions)
 
     def check_prompt(self, ids: tuple[int, ...], name: str) -> tuple[int, ...]:
         """An empty prompt becomes the end-of-document token."""
@@ -121,8 +129,8 @@ class ServedModel:
 
 @dataclass(eq=False)
 class ApiRequest:
-    """What a client asks for, and its sequences: `RequestQueue` lets them grow. A subclass for each API formats the
-    answer. Used by one thread at a time: the clients', or for a while the one that parses and formats."""
+    """What a client asks for, and its sequences: `RequestQueue` makes them and lets them grow. A subclass for each API
+    formats the answer. Used by one thread at a time: the clients', or for a while the one that parses and formats."""
 
     model: ServedModel
     _: KW_ONLY
@@ -136,19 +144,12 @@ class ApiRequest:
     # With log-probabilities of all tokens, also of the prompt, and of this many likeliest ones; None: without.
     top_logprobs: int | None = None
     is_streaming: bool = False
-
-    def __post_init__(self) -> None:
-        prompts = [prompt for prompt in self.prompts for _ in range(self.num_samples)]
-        # In the order of the prompts, each with its own random numbers.
-        self.sequences = [GeneratedSequence(
-            Request(place, prompt, self.max_new_tokens, self.sampling, f"{self.seed}/{place}", self.stops,
-                    top_logprobs=self.top_logprobs), Detokenizer(self.model.tokenizer.decode))
-            for place, prompt in enumerate(prompts)]
-        # Sequences that have not ended, or that are not scored although they should be.
-        self.num_open = len(self.sequences)
-        # Set when all sequences have ended or `error` is set, and of a stream for each token.
-        self.changed = asyncio.Event()
-        self.error: Exception | None = None  # ConnectionResetError: cancelled
+    sequences: list[GeneratedSequence] = field(init=False)
+    # Sequences that have not ended, or that are not scored although they should be.
+    num_open: int = field(init=False)
+    # Set when all sequences have ended or `error` is set, and of a stream for each token.
+    changed: asyncio.Event = field(init=False, default_factory=asyncio.Event)
+    error: Exception | None = field(init=False, default=None)  # ConnectionResetError: cancelled
 
     def usage(self) -> dict[str, int]:
         read, made = sum(map(len, self.prompts)), sum(len(sequence.tokens) for sequence in self.sequences)
@@ -171,27 +172,16 @@ FINISH_REASONS: dict[FinishReason, str] = {"eod": "stop", "stop": "stop", "lengt
                                            "dropped": "length", "not finite": "error"}
 
 
-@dataclass
-class StreamedText:
-    """What a client has got of an answer."""
-
-    has_prompt: bool = False
-    num_logprobs: int = 0
-    is_finished: bool = False
-
-
 @final
 @dataclass(eq=False, kw_only=True)
 class OpenAICompletion(ApiRequest):
     echo: bool
     with_logprobs: bool
     with_usage: bool  # the stream ends with a chunk that has token counts
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self._frame = {"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()),
-                       "model": self.model.name, "seed": self.seed}
-        self._sent = [StreamedText() for _ in self.sequences]
+    frame: dict[str, Any]  # what the answer and each of its chunks begin with
+    # Of each sequence whose text has begun: the tokens whose log-probabilities were sent.
+    _num_sent: dict[int, int] = field(init=False, default_factory=dict)
+    _finished: set[int] = field(init=False, default_factory=set)
 
     def full_response(self) -> dict[str, Any]:
         decode, choices = self.model.tokenizer.decode, list[dict[str, Any]]()
@@ -210,40 +200,38 @@ class OpenAICompletion(ApiRequest):
             choice["logprobs"] = {"tokens": [decode([token]) for token in ids[:kept]], "text_offset": starts[:kept],
                                   "token_logprobs": [None, *scores.logprobs][skipped:][:kept],
                                   "top_logprobs": likeliest}
-        return {**self._frame, "choices": choices, "usage": self.usage()}
+        return {**self.frame, "choices": choices, "usage": self.usage()}
 
     def new_chunks(self) -> list[dict[str, Any]]:
         choices = [self._choice(place, sequence) for place, sequence in enumerate(self.sequences)
-                   if not self._sent[place].is_finished]
-        chunks = [{**self._frame, "choices": [choice]} for choice in choices
+                   if place not in self._finished]
+        chunks = [{**self.frame, "choices": [choice]} for choice in choices
                   if choice["text"] or choice["finish_reason"] is not None]
         if self.with_usage and not self.num_open:
-            chunks.append({**self._frame, "choices": [], "usage": self.usage()})
+            chunks.append({**self.frame, "choices": [], "usage": self.usage()})
         return chunks
 
     def _choice(self, place: int, sequence: GeneratedSequence) -> dict[str, Any]:
         """The new text since the last call, with the log-probabilities of the new tokens within it."""
-        sent, prompt, reason = self._sent[place], self.shown_prompts[place // self.num_samples], sequence.finish_reason
-        text = ("" if sent.has_prompt else prompt) + sequence.new_text()
-        sent.has_prompt, sent.is_finished = True, reason is not None
-        logprobs = None
+        prompt, reason, logprobs = self.shown_prompts[place // self.num_samples], sequence.finish_reason, None
+        text = ("" if place in self._num_sent else prompt) + sequence.new_text()
+        first = end = self._num_sent.get(place, 0)
         if self.with_logprobs and self.top_logprobs is None:
             starts, shown = sequence.detokenized().offsets, sequence.num_shown
-            first = end = sent.num_logprobs
-            while end < len(starts) and (starts[end] < shown or starts[end] == shown and sent.is_finished):
+            while end < len(starts) and (starts[end] < shown or starts[end] == shown and reason is not None):
                 end += 1
-            sent.num_logprobs = end
             logprobs = {"tokens": [self.model.tokenizer.decode([token]) for token in sequence.tokens[first:end]],
                         "token_logprobs": sequence.logprobs[first:end], "top_logprobs": None,
                         "text_offset": [len(prompt) + start for start in starts[first:end]]}
+        self._num_sent[place] = end
+        if reason is not None:
+            self._finished.add(place)
         return {"index": place, "text": text, "logprobs": logprobs, "finish_reason": reason and FINISH_REASONS[reason]}
 
 
 def parse_completion(body: bytes, model: ServedModel) -> OpenAICompletion:
-    given, most = read_json(body), model.max_new_tokens
-    samples = given.get("n") if isinstance(given, dict) else None
-    penalty = NeutralKey((0, 0.0), "is not done here; repetition_penalty is")
-    asked = read_keys(given, {
+    most, penalty = model.max_new_tokens, NeutralKey((0, 0.0), "is not done here; repetition_penalty is")
+    asked = read_keys(body, {
         "prompt": object, "model": object, "user": str, "echo": bool, "stream": bool, "stream_options": object,
         "stop": object, "n": NumberKey(1, 1, model.limits.max_texts), "max_tokens": NumberKey(min(16, most), 0, most),
         "seed": NumberKey(secrets.randbelow(1 << 31), -(1 << 63), 1 << 63),
@@ -251,9 +239,10 @@ def parse_completion(body: bytes, model: ServedModel) -> OpenAICompletion:
         "temperature": NumberKey(1.0, 0.0, MAX_TEMPERATURE), "top_k": NumberKey(0, 0, 1 << 31),
         "top_p": NumberKey(1.0, 0.0, 1.0), "min_p": NumberKey(0.0, 0.0, 1.0),
         "repetition_penalty": NumberKey(1.0, 0.01, 100.0), "frequency_penalty": penalty, "presence_penalty": penalty,
-        "best_of": NeutralKey((1 if samples is None else samples,), "is not done here, only n"),
-        "suffix": NeutralKey(("",), "is not done here: the model goes on from a prompt"),
+        "best_of": object, "suffix": NeutralKey(("",), "is not done here: the model goes on from a prompt"),
         "logit_bias": NeutralKey(({},), "is not done here")})
+    if asked["best_of"] is not None and (type(asked["best_of"]) is not int or asked["best_of"] != asked["n"]):
+        raise invalid_field("best_of", "is not done here, only n")
     if asked["model"] is not None and check_text(asked["model"], "model") != model.name:
         raise HttpError(404, f"model: here is {model.name!r}, and no other", param="model", code="model_not_found")
     prompts, texts = _read_prompts(asked["prompt"], model)
@@ -283,7 +272,9 @@ def parse_completion(body: bytes, model: ServedModel) -> OpenAICompletion:
         num_samples=asked["n"], max_new_tokens=asked["max_tokens"], sampling=sampling, seed=asked["seed"],
         stops=tuple(stops), top_logprobs=asked["logprobs"] if scores_all_tokens else None, echo=asked["echo"],
         with_logprobs=asked["logprobs"] >= 0, is_streaming=asked["stream"],
-        with_usage=read_keys(options or {}, {"include_usage": bool})["include_usage"])
+        with_usage=read_keys(options or {}, {"include_usage": bool})["include_usage"],
+        frame={"id": f"cmpl-{secrets.token_hex(12)}", "object": "text_completion", "created": int(time.time()),
+               "model": model.name, "seed": asked["seed"]})
 
 
 def _read_prompts(given: Any, model: ServedModel) -> tuple[tuple[tuple[int, ...], ...], tuple[str, ...]]:
@@ -331,7 +322,7 @@ class MegatronGeneration(ApiRequest):
 
 def parse_generation(body: bytes, model: ServedModel) -> MegatronGeneration:
     most = model.max_new_tokens
-    asked = read_keys(read_json(body), {
+    asked = read_keys(body, {
         "prompts": object, "add_BOS": bool, "logprobs": bool, "no_log": bool,
         "tokens_to_generate": NumberKey(min(DEFAULT_TOKENS, most), 0, most),
         "temperature": NumberKey(1.0, 0.001, 100.0), "top_k": NumberKey(0, 0, 1000), "top_p": NumberKey(0.0, 0.0, 1.0),

@@ -9,8 +9,10 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import nullcontext
+from dataclasses import dataclass, field, fields
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Any
 
 from data.cli import StrictArgumentParser
 from data.storage import escape_to_one_line
@@ -19,8 +21,6 @@ from megatron.distributed import process_group
 from megatron.distributed.signals import StopListener, write_stderr
 from megatron.errors import ConfigError
 from megatron.inference.model_args import flags_to_compare, model_parser, model_source_from_args
-from megatron.serve import admission
-from megatron.serve.admission import AuthPolicy, is_loopback
 
 MODULE = "python -m megatron.serve"
 API_KEY_VARIABLE = "GPT2_SERVE_API_KEY"
@@ -32,6 +32,40 @@ EXAMPLES = """examples:
   python -m megatron.launch --nproc-per-node 2 -m megatron.serve --load runs/gpt2 --model-parallel-size 2
 
 docs/serve.md explains the rest."""
+
+
+def _limit(default: float | None, text: str) -> Any:
+    return field(default=default, metadata={"help": text})
+
+
+@dataclass(frozen=True, kw_only=True)
+class ServerLimits:
+    """Each field is a flag. None: the positions of the model."""
+
+    max_body_bytes: int = _limit(1 << 20, "largest body of a request (1 MiB)")
+    max_header_bytes: int = _limit(16 << 10, "largest head of a request (16 KiB)")
+    max_prompt_tokens: int | None = _limit(None, "longest prompt (the model's positions)")
+    max_new_tokens: int | None = _limit(None, "most new tokens of a text (the model's positions)")
+    max_texts: int = _limit(128, "most texts of a request, prompts times samples (128, or as many as may wait)")
+    max_waiting: int = _limit(256, "most texts that wait for their turn; beyond, requests are answered with 503 (256)")
+    max_connections: int = _limit(256, "most connections at a time (256)")
+    request_seconds: float = _limit(20.0, "time for a request to arrive whole (20)")
+    write_seconds: float = _limit(30.0, "time for a client to take what it is sent (30)")
+    grace: float = _limit(30.0, "seconds for what is under way once the server is asked to stop (30)")
+
+
+def limits_from_args(args: argparse.Namespace) -> ServerLimits:
+    limits = {field.name: getattr(args, field.name) for field in fields(ServerLimits)}
+    for name, value in limits.items():
+        least = 0 if name in ("max_waiting", "grace") else 1e-3 if isinstance(value, float) else 1
+        require(value is None or least <= value < float("inf"), f"--{name.replace('_', '-')} is {value}: expected "
+                f"{'0 or more' if not least else 'more than 0'}")
+    capacity = args.max_waiting + args.batch_size
+    if args.max_texts is None:
+        limits["max_texts"] = min(ServerLimits.max_texts, capacity)
+    require(limits["max_texts"] <= capacity, f"--max-texts {args.max_texts} is more than --max-waiting and "
+            f"--batch-size have room for together, {capacity}: such a request could never be taken")
+    return ServerLimits(**limits)
 
 
 def build_parser() -> StrictArgumentParser:
@@ -47,7 +81,12 @@ def build_parser() -> StrictArgumentParser:
     add("--model-name", metavar="NAME", help="what clients call the model (the name of its folder)")
     add("--batch-size", type=int, default=8, metavar="N", help="texts at a time (8)")
     add("--quiet", action="store_true", help="no line for each request")
-    admission.add_limit_flags(parser)
+    group = parser.add_argument_group("limits")
+    for limit in fields(ServerLimits):
+        is_seconds = isinstance(limit.default, float)
+        group.add_argument(f"--{limit.name.replace('_', '-')}", type=float if is_seconds else int,
+                           default=None if limit.name == "max_texts" else limit.default,
+                           metavar="S" if is_seconds else "N", help=limit.metadata["help"])
     return parser
 
 
@@ -96,14 +135,14 @@ def bind_listener(host: str, port: int) -> socket.socket:
 def main(argv: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(sys.argv[1:] if argv is None else argv)
     check_args(args)
-    source, server_limits, key = model_source_from_args(args), admission.limits_from_args(args), read_api_key(args)
+    source, server_limits, key = model_source_from_args(args), limits_from_args(args), read_api_key(args)
     stop_handler = StopListener(STOPPING_NOTICE,
                                 startup_reason="before the model was loaded; start the same command again")
     is_listener = process_group.read_environment().rank == 0
     with stop_handler.listening() as stop, \
             bind_listener(args.host, args.port) if is_listener else nullcontext() as listener:
         from megatron.inference import load
-        from megatron.serve.app import run_server
+        from megatron.serve.app import AuthPolicy, is_loopback, run_server
         from megatron.serve.scheduler import run_worker
 
         env = process_group.init(must_match=flags_to_compare(args))

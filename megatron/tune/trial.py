@@ -39,8 +39,7 @@ from megatron.errors import ConfigError
 from megatron.launch.supervisor import die_with_parent
 from megatron.metrics.metrics_file import MetricsFileReader
 from megatron.package import __version__
-from megatron.plan.activations import Device
-from megatron.plan.footprint import PlannedRun
+from megatron.plan.footprint import Device, PlannedRun
 from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_per_step
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 import difflib
 import os
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from pathlib import Path
 from typing import Any
 
@@ -26,22 +26,6 @@ DTYPES = {**load.DTYPES, **{str(dtype): dtype for dtype in load.DTYPES.values()}
           "half": torch.float16}
 
 
-@dataclass(frozen=True)
-class InferenceArguments:
-    tp_size: int | None = None
-    mpu: Any = None
-    tp_group: Any = None
-    dtype: torch.dtype | None = None  # None: that of the model
-    checkpoint: str | Mapping[str, Any] | None = None
-    base_dir: str = ""
-    replace_with_kernel_inject: bool = False  # generate with our decoder, where it supports the model
-    injection_policy: Mapping[Any, Any] | None = None
-    example_inputs: Any = None
-    max_out_tokens: int | None = None
-    min_out_tokens: int = 1
-    notes: tuple[str, ...] = field(default=(), compare=False)
-
-
 def _positive_int(value: Any) -> int | None:
     return value if type(value) is int and value >= 1 else None
 
@@ -50,26 +34,37 @@ def _path(value: Any) -> str | None:
     return os.fspath(value) if isinstance(value, str | os.PathLike) else None
 
 
-def _anything(value: Any) -> Any:
-    return value
+def _used(expected: str, convert: Callable[[Any], Any] = lambda value: value, default: Any = None,
+          section: str = "") -> Any:
+    """An argument that is used: what is expected, and its value by `convert`, where None is refused."""
+    return field(default=default, metadata={"section": section, "expected": expected, "convert": convert})
 
 
-# Path -> what is expected, and its value as a field of InferenceArguments (None: refused).
-USED_ARGUMENTS: Mapping[str, tuple[str, Callable[[Any], Any]]] = {
-    "tensor_parallel.tp_size": ("a number of ranks, 1 or more", _positive_int),
-    "tensor_parallel.mpu": ("an object with get_{model,data}_parallel_group()", _anything),
-    "tensor_parallel.tp_group": ("a process group of torch.distributed", _anything),
-    "dtype": ("torch.float32, torch.bfloat16, torch.float16 or torch.int8, or their names",
-              lambda value: DTYPES.get(str(value))),
-    "checkpoint": ("a folder, or DeepSpeed's JSON description (a path or a dict)",
-                   lambda value: value if isinstance(value, Mapping) else _path(value) or None),
-    "base_dir": ("a folder", _path),
-    "replace_with_kernel_inject": ("true or false", lambda value: value if isinstance(value, bool) else None),
-    "injection_policy": ("{LayerClass: names of its row-parallel layers}, or {LayerClass: Cut(...)}",
-                         lambda value: value if isinstance(value, Mapping) and value else None),
-    "example_inputs": ("inputs that the model takes", _anything),
-    "max_out_tokens": ("a number of tokens, 1 or more", _positive_int),
-    "min_out_tokens": ("a number of tokens, 1 or more", _positive_int)}
+@dataclass(frozen=True)
+class InferenceArguments:
+    tp_size: int | None = _used("a number of ranks, 1 or more", _positive_int, section="tensor_parallel.")
+    mpu: Any = _used("an object with get_{model,data}_parallel_group()", section="tensor_parallel.")
+    tp_group: Any = _used("a process group of torch.distributed", section="tensor_parallel.")
+    # None: that of the model.
+    dtype: torch.dtype | None = _used("torch.float32, torch.bfloat16, torch.float16 or torch.int8, or their names",
+                                      lambda value: DTYPES.get(str(value)))
+    checkpoint: str | Mapping[str, Any] | None = _used(
+        "a folder, or DeepSpeed's JSON description (a path or a dict)",
+        lambda value: value if isinstance(value, Mapping) else _path(value) or None)
+    base_dir: str = _used("a folder", _path, "")
+    # Generate with our decoder, where it supports the model.
+    replace_with_kernel_inject: bool = _used("true or false", lambda value: value if isinstance(value, bool) else None,
+                                             False)
+    injection_policy: Mapping[Any, Any] | None = _used(
+        "{LayerClass: names of its row-parallel layers}, or {LayerClass: Cut(...)}",
+        lambda value: value if isinstance(value, Mapping) and value else None)
+    example_inputs: Any = _used("inputs that the model takes")
+    max_out_tokens: int | None = _used("a number of tokens, 1 or more", _positive_int)
+    min_out_tokens: int = _used("a number of tokens, 1 or more", _positive_int, 1)
+    notes: tuple[str, ...] = field(default=(), compare=False)
+
+
+USED_ARGUMENTS = {item.metadata["section"] + item.name: item for item in fields(InferenceArguments) if item.metadata}
 
 _OFF = (None, False)
 _NO_EXPERTS = "there are no experts in these models; leave it out"
@@ -146,11 +141,11 @@ def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments
         for path, written, value in _walk_keys(tree, where, "", problems):
             converted = value
             if path in USED_ARGUMENTS:
-                expected, convert = USED_ARGUMENTS[path]
                 if value is None:
                     continue
-                if (converted := convert(value)) is None:
-                    problems.append(f"{written} is {value!r:.80}: expected {expected}")
+                metadata = USED_ARGUMENTS[path].metadata
+                if (converted := metadata["convert"](value)) is None:
+                    problems.append(f"{written} is {value!r:.80}: expected {metadata['expected']}")
                     continue
             elif path in FIXED_ARGUMENTS:
                 accepted, remedy = FIXED_ARGUMENTS[path]
@@ -162,7 +157,7 @@ def parse_arguments(config: Any, given: Mapping[str, Any]) -> InferenceArguments
             problems.require(other is converted or other == converted,
                              f"{before} is {other!r:.80} and {written} is {value!r:.80}: leave one of them out")
     problems.raise_if_any("init_inference")
-    used = {path.rpartition(".")[2]: value for path, value in values.items() if path in USED_ARGUMENTS}
+    used = {USED_ARGUMENTS[path].name: value for path, value in values.items() if path in USED_ARGUMENTS}
     return InferenceArguments(**used, notes=tuple(notes.values()))
 
 

@@ -97,9 +97,7 @@ def _init_gpt2(model: GPT2 | None, args: InferenceArguments, groups: Groups, dev
     require(args.injection_policy is None, "init_inference: injection_policy is for models that are not ours: our "
             "GPT-2 is cut by itself; leave it out")
     if args.checkpoint is not None:
-        opened = open_weights(args.checkpoint, args.base_dir, groups)
-        if model is not None:
-            all_succeed_or_raise(lambda: check_same_shape(model, opened), groups.world)
+        opened = open_weights(args.checkpoint, args.base_dir, groups, model)
     elif model is None:
         raise ConfigError("init_inference needs a model, or checkpoint=: the folder of one")
     else:
@@ -140,9 +138,9 @@ def _check_equal_weights(model: nn.Module, groups: Groups) -> None:
 
 # ---- checkpoints ----------------------------------------------------------------------------------------------------
 
-def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) -> OpenedModel:
+def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups, model: Any) -> OpenedModel:
     """Opens a checkpoint folder of ours, a Hugging Face GPT-2 folder, or the folder that DeepSpeed's description
-    `{"type": "ds_model", "checkpoints": FOLDER}` names. Collective."""
+    `{"type": "ds_model", "checkpoints": FOLDER}` names, for `model` if there is one. Collective."""
     folder = Path(base_dir, given if isinstance(given, str) else "")
     if folder.suffix == ".json":
         given = read_json_object(folder)
@@ -155,7 +153,10 @@ def open_weights(given: str | Mapping[str, Any], base_dir: str, groups: Groups) 
                 "give checkpoint=FOLDER")
         folder = Path(base_dir or given.get("base_dir") or "", files)
     is_hf = (folder / HF_CONFIG_FILE).is_file() and "Hugging Face" in describe_format(folder)
-    return (load.open_hf_folder if is_hf else load.open_run_checkpoint)(os.fspath(folder), groups)
+    opened = (load.open_hf_folder if is_hf else load.open_run_checkpoint)(os.fspath(folder), groups)
+    if model is not None:
+        all_succeed_or_raise(lambda: check_same_shape(model, opened), groups.world)
+    return opened
 
 
 def check_same_shape(model: Any, opened: OpenedModel) -> None:
@@ -183,8 +184,7 @@ def _init_other_module(model: nn.Module, args: InferenceArguments, groups: Group
         require(is_headed_gpt2, f"init_inference: checkpoint= fills a GPT-2, and the model is a "
                 f"{type(model).__name__}: load its weights first (from_pretrained, or load_state_dict), and leave "
                 "checkpoint out")
-        opened = open_weights(args.checkpoint, args.base_dir, groups)
-        all_succeed_or_raise(lambda: check_same_shape(model, opened), groups.world)
+        opened = open_weights(args.checkpoint, args.base_dir, groups, model)
         filling = fill_hf_model(model, opened, groups)
 
     def make_plan() -> TPPlan:

@@ -14,9 +14,9 @@ from torch import Tensor, nn
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron.config.tree import ModelConfig
-from megatron.evaluate.eval_args import EvalRequest
-from megatron.evaluate.scoring import EvalModelInfo, Scorer
-from megatron.evaluate.tasks import prepare_task
+from megatron.evaluate.cli import EvalRequest
+from megatron.evaluate.scoring import Scorer
+from megatron.evaluate.tasks import EvalModelInfo, prepare_task
 from megatron.model.gpt2 import GPT2
 from mpu.groups import SOLO, Groups
 

@@ -71,7 +71,7 @@ def own_words(run: Path) -> list[str]:
     from megatron.evaluate.scoring import EvalContext
     from megatron.inference.model_args import ModelSource
 
-    setting = EvalContext.open(ModelSource(str(run), None), 1)
+    setting = EvalContext(ModelSource(str(run), None), 1)
     model, tokenizer = setting.load_scorer().model, setting.model_info.tokenizer
     found = []
     for number in range(1000):

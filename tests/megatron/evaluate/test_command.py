@@ -19,10 +19,8 @@ import pytest
 
 from megatron.errors import CheckpointError, ConfigError
 from megatron.evaluate import harness
-from megatron.evaluate.cli import format_json, format_table, main
-from megatron.evaluate.eval_args import Protocol
-from megatron.evaluate.scoring import ScoringRequest, TargetScore
-from megatron.evaluate.tasks import EvalTask
+from megatron.evaluate.cli import Protocol, format_json, format_table, main
+from megatron.evaluate.tasks import EvalTask, ScoringRequest, TargetScore
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
 from tests.megatron.helpers import ROOT, train, write_corpus

@@ -16,7 +16,8 @@ import torch
 from data.storage import DataError
 from megatron.errors import NumericsError
 from megatron.evaluate import scoring
-from megatron.evaluate.scoring import Scorer, ScoringRequest, TargetScore, document_requests, overlapping_windows
+from megatron.evaluate.scoring import Scorer
+from megatron.evaluate.tasks import ScoringRequest, TargetScore, document_requests, overlapping_windows
 from megatron.model.gpt2 import GPT2
 from mpu import groups as mpu_groups
 from mpu.groups import Groups

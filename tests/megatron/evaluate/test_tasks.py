@@ -15,9 +15,8 @@ from data.tokenizer import GPT2BPETokenizer
 from data.storage import DataError
 from data.writer import CorpusWriter
 from megatron.errors import ConfigError
-from megatron.evaluate.eval_args import EvalRequest
-from megatron.evaluate.scoring import EvalModelInfo
-from megatron.evaluate.tasks import detokenize, prepare_task, split_articles
+from megatron.evaluate.cli import EvalRequest
+from megatron.evaluate.tasks import EvalModelInfo, detokenize, prepare_task, split_articles
 from megatron.model.gpt2 import GPT2
 from tests.megatron.evaluate.models import BYTES, LENGTH, SHAPE, WIKITEXT, chain, logprob, outcome, write_lines
 

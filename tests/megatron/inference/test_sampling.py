@@ -19,8 +19,8 @@ from data.gpt2_bpe import byte_alphabet
 from data.tokenizer import (ByteLevelTokenizer, CharacterLevelTokenizer, GPT2BPETokenizer, SentencePieceTokenizer,
                             Tokenizer)
 from megatron.errors import ConfigError
-from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, candidate_probabilities,
-                                           gumbel_noise, sample_tokens)
+from megatron.inference.generation import (DECODE_WINDOW, Detokenizer, GeneratedSequence, apply_repetition_penalty,
+                                           candidate_probabilities, gumbel_noise, sample_tokens)
 from megatron.inference.request import Request, Sampling
 from tests.megatron.counting import Launches
 
@@ -33,7 +33,8 @@ SETTINGS = [
 
 
 def probabilities(logits: torch.Tensor, settings: Sampling, seen: Collection[int] = ()) -> torch.Tensor:
-    found, tokens = candidate_probabilities(logits[None], settings, [seen])
+    penalized = apply_repetition_penalty(logits[None], settings.repetition_penalty, [seen])
+    found, tokens = candidate_probabilities(penalized, settings)
     return torch.zeros(len(logits), dtype=torch.float64).scatter(0, tokens[0], found[0])
 
 

@@ -26,10 +26,9 @@ from megatron.inference.generation import Generator
 from megatron.inference.model_args import ModelSource
 from megatron.model.gpt2 import GPT2
 from megatron.serve import scheduler
-from megatron.serve.admission import AuthPolicy, ServerLimits
-from megatron.serve.app import run_server
-from megatron.serve.cli import bind_listener, main
-from megatron.serve.scheduler import RequestQueue, ServerMetrics, run_leader, run_worker
+from megatron.serve.app import AuthPolicy, run_server
+from megatron.serve.cli import ServerLimits, bind_listener, main
+from megatron.serve.scheduler import RequestQueue, run_leader, run_worker
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, tiny_model
@@ -247,7 +246,7 @@ def idle_plans(rank: int, world: int) -> int:
             run_worker(generator, made.world)
             return plans
         began = time.monotonic()
-        assert run_leader(generator, made.world, RequestQueue(2, 9, ServerMetrics()), lambda events: None,
+        assert run_leader(generator, made.world, RequestQueue(2, 9), lambda events: None,
                           lambda: plans >= 3 or time.monotonic() - began > 30, lambda: None, 5)
         assert 0.2 <= time.monotonic() - began < 30
         return plans
