@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from data.storage import DataError
 
@@ -178,16 +178,6 @@ def open_decompressed(path: str, *, until_damage: bool = False) -> Iterator[Deco
             readable = _DecompressedBlocks(_decompressed_blocks(file, new_decompressor, padding_unit), until_damage)
         with DecompressedFile(readable, OUTPUT_BYTES) as buffered:
             yield buffered
-
-
-def skip_line(file: BinaryIO, size: int = 1 << 20) -> int:
-    """Read to the end of the line, `size` bytes at a time; returns the number of bytes."""
-    skipped = 0
-    while part := file.readline(size):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
 
 
 def find_damage(path: str) -> CorruptStreamError | None:

@@ -25,8 +25,8 @@ from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, ki
 from data.parallel import ordered_map
 from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
                           file_stamp, make_folder)
-from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, Separator,
-                             count_lines, parse_lines, parse_texts, read_line_chunks, read_text_chunks)
+from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, Separator, parse_lines, parse_texts,
+                             read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 
@@ -34,7 +34,7 @@ RESUME_POINT_BYTES = 1 << 28  # bytes of text between two resume points: about h
 
 OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
 
-REVISION = 2  # increment it when the same text would give other chunks or tokens
+REVISION = 3  # increment it when the same text would give other chunks or tokens
 
 
 @dataclass(frozen=True)
@@ -58,37 +58,39 @@ class EncodedChunk:
     tokens: NDArray[np.integer]
     # Tokens of each document that ends in this chunk; tokens of an unfinished document follow them.
     sizes: NDArray[np.int64]
-    chunk: Chunk
-    lines: int
-    malformed: list[MalformedDocument]
+    chunk: Chunk  # without its bytes
+    malformed: int  # documents that are left out, or the rest of a damaged file
     first_is_malformed: bool  # the continued part at its start is malformed, and so the whole document
     last_is_malformed: bool  # the unfinished part at its end is malformed
 
 
-def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -> EncodedChunk:
-    """Tokenize the documents of a chunk; malformed ones are left out and listed."""
+def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
+                 skip_malformed: bool = False) -> EncodedChunk:
+    """Tokenize the documents of a chunk; malformed ones are errors, or left out."""
     end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # concatenate needs at least one
-    sizes, malformed = [], []
-    data = chunk.read()
-    are_well_formed = []
-    texts = (parse_texts(chunk, data, reading.separator, reading.max_document_bytes)
+    sizes, are_well_formed = [], []
+    texts = (parse_texts(chunk, reading.separator, reading.max_document_bytes)
              if kind_of(chunk.path) == PLAIN_TEXT else
-             (text for _, text in parse_lines(chunk, data, reading.json_key, reading.max_document_bytes)))
+             (text for _, text in parse_lines(chunk, reading.json_key, reading.max_document_bytes)))
     for text in texts:
-        are_well_formed.append(not isinstance(text, MalformedDocument))
-        if isinstance(text, MalformedDocument):
-            malformed.append(text)
-        else:
+        are_well_formed.append(isinstance(text, str))
+        if isinstance(text, str):
             ids = tokenizer.encode_array(text)
             pieces += (ids, end)
             sizes.append(len(ids) + len(end))
+        elif not skip_malformed:
+            raise text.to_error()
+    if chunk.damage:
+        if not skip_malformed:
+            raise DataError(chunk.damage)
+        are_well_formed.append(False)
     if chunk.ends_inside_document and sizes:
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data),
-                        malformed, chunk.starts_inside_document and not are_well_formed[0],
+    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), are_well_formed.count(False),
+                        chunk.starts_inside_document and not are_well_formed[0],
                         chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
 
@@ -103,7 +105,7 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
     key = _resume_key(inputs, tokenizer, options, skip_malformed)
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs)
-    encode = partial(encode_chunk, tokenizer=tokenizer, reading=options)
+    encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
     limit = options.max_document_bytes
     chunks = chain.from_iterable(
         read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
@@ -115,17 +117,13 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
                   "interrupted run", file=sys.stderr, flush=True)
         progress, resume_point = DocumentProgress(log_interval, position.documents, position.bytes), position.bytes
         for encoded in ordered_map(encode, islice(chunks, position.chunks, None), workers):
-            position.lines *= encoded.chunk.offset > 0
             position.of_file *= encoded.chunk.offset > 0
-            if encoded.malformed and not skip_malformed:
-                raise encoded.malformed[0].to_error(position.lines)
             ended = position.write_chunk(encoded, writer)
             position.of_file += ended
-            position.damaged += [
-                f"{fault.to_error(position.lines)}; before the damage: {format_count(position.of_file, 'document')}"
-                for fault in encoded.malformed if isinstance(fault, DamagedRest)]
-            position.lines += encoded.lines
-            progress.add(ended, encoded.chunk.end - encoded.chunk.offset)
+            if encoded.chunk.damage:
+                position.damaged.append(f"{encoded.chunk.damage}; before the damage: "
+                                        f"{format_count(position.of_file, 'document')}")
+            progress.add(ended, encoded.chunk.size)
             position.chunks += 1
             position.documents, position.bytes = progress.documents, progress.bytes
             if position.bytes - resume_point >= RESUME_POINT_BYTES:
@@ -148,7 +146,6 @@ class PreprocessPosition:
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
-    lines: int = 0  # lines of the current file before the next chunk
     of_file: int = 0  # documents kept of the current file
     begun: int = 0  # tokens so far of a document that continues in the next chunk
     before: tuple[int, ...] = ()  # savepoint of the corpus at the start of that document
@@ -159,7 +156,7 @@ class PreprocessPosition:
     def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> int:
         """Write the documents of a chunk, or its part of one, without malformed ones; returns how many end in it."""
         tokens, sizes = encoded.tokens, encoded.sizes
-        self.skipped += len(encoded.malformed) - (encoded.first_is_malformed and self.is_refused)
+        self.skipped += encoded.malformed - (encoded.first_is_malformed and self.is_refused)
         if encoded.first_is_malformed and self.begun:
             writer.rollback_to(self.before)
             self.begun = 0

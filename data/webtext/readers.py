@@ -9,6 +9,7 @@ and a leading byte order mark are skipped silently. `max_bytes` bounds memory: l
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
@@ -19,10 +20,10 @@ from itertools import pairwise
 from pathlib import Path
 
 from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, read_errors_for,
-                             skip_line, strip_compression_suffix)
+                             strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
-from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
+from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS, line_number, read_lines
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import NOT_TEXT, decode_page
 
@@ -95,12 +96,7 @@ class ReadResult:
         path = self.file_range.source.path
         if self.file_range.source.format in ("text", "html", "object"):
             return path
-        line, left = 1, self.offset
-        with suppress(OSError), open_decompressed(path, until_damage=True) as file:
-            while left > 0 and (part := file.read(min(left, 1 << 20))):
-                line += part.count(b"\n")
-                left -= len(part)
-        return f"{path}:{line} (byte {self.offset})"
+        return f"{path}:{line_number(path, self.offset)} (byte {self.offset})"
 
 
 # (offset, size, bytes) of one document; bytes None if there are too many.
@@ -234,26 +230,18 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
 
 def _raw_lines(file: DecompressedFile, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
     """The lines that begin in the range, without blank ones; at its damage raises that of the file."""
-    offset, limit = file_range.start, options.max_bytes
-    if offset:  # a line across `start` belongs to the previous range
-        file.seek(offset - 1)
-        offset += skip_line(file) - 1
-    while file_range.stop is None or offset < file_range.stop:
-        raw = file.readline(limit + 1)
-        is_too_long = len(raw) > limit and not raw.endswith(b"\n")
-        size = len(raw) + (skip_line(file) if is_too_long else 0)
-        line = (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
-        if file.damage:  # a last line that is a complete object is no part of it
-            if file_range.source.format == "jsonl" and len(raw) <= limit:
-                with suppress(DocumentError):
-                    parse_json_line(line, options.text_key, options.url_key)
-                    yield offset, size, line
-            raise file.damage
-        if not raw:
-            return
-        if line or is_too_long:
-            yield offset, size, None if is_too_long else line
-        offset += size
+    stop = math.inf if file_range.stop is None else file_range.stop
+    for offset, size, raw in read_lines(file, file_range.start, stop, options.max_bytes):
+        line = raw and (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
+        if not file.damage:
+            if line or line is None:
+                yield offset, size, line
+        elif line and file_range.source.format == "jsonl":  # a complete object is no part of the damage
+            with suppress(DocumentError):
+                parse_json_line(line, options.text_key, options.url_key)
+                yield offset, size, line
+    if file.damage:
+        raise file.damage
 
 
 def array_elements(file: DecompressedFile | BytesIO, limit: int) -> Iterator[RawDocument]:
