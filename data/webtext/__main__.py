@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from data.tokenizer import Tokenizer
 from data.webtext import dedup, extract, filters, split
 from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
 from data.webtext.report import REPORTS, summary_line, write_report
-from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, ReadOptions, StageRecord,
-                                 StageRunOptions, check_output_is_apart, make_read_function, merge_shares, run_stage,
-                                 stage_key)
+from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, StageRecord, StageRunOptions,
+                                 check_output_is_apart, make_read_function, merge_shares, run_stage, stage_key)
 from data.writer import corpus_files
 
 Stage = MapStage | GlobalStage
@@ -76,29 +75,29 @@ SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle an
 
 
 def build_urls(args: argparse.Namespace) -> Stage:
-    options = filters.UrlOptions()
+    domains, extensions = sorted(filters.DOMAINS), sorted(filters.EXTENSIONS)
     if args.blacklist_domains:
-        options = replace(options, domains=filters.read_blacklist(args.blacklist_domains))
+        domains = filters.read_blacklist(args.blacklist_domains)
     if args.blacklist_extensions:
         named = filters.read_blacklist(args.blacklist_extensions)
-        options = replace(options, extensions=tuple(f".{name.removeprefix('.')}" for name in named))
-    return MapStage("urls", filters.make_url_filter, options, second_pass=build_unique(args))
+        extensions = [f".{name.removeprefix('.')}" for name in named]
+    parameters = {"domains": domains, "extensions": extensions, "shortest": filters.SHORTEST_URL}
+    return MapStage("urls", filters.make_url_filter, parameters, second_pass=build_unique(args))
 
 
 def build_unique(args: argparse.Namespace) -> GlobalStage:
-    return GlobalStage("unique", dedup.run_unique, dedup.UniqueOptions(args.memory))
+    return GlobalStage("unique", dedup.run_unique, {"memory": args.memory})
 
 
 def build_extract(args: argparse.Namespace) -> Stage:
     extractor = extract.EXTRACTORS[0] if args.extractor == "auto" else args.extractor
-    options = extract.ExtractOptions(extractor, args.html)
-    extract.make_extract(options)  # if its package is missing, say so before the first stage
-    return MapStage("extract", extract.make_extract, options)
+    extract.make_extract(extractor)  # if its package is missing, say so before the first stage
+    return MapStage("extract", extract.make_extract, {"extractor": extractor, "html": args.html})
 
 
 def build_clean(args: argparse.Namespace) -> Stage:
     filters.make_text_fixer()  # if its package is missing, say so before the first stage
-    return MapStage("clean", filters.make_clean, filters.CleanOptions(args.min_tokens))
+    return MapStage("clean", filters.make_clean, {"min_tokens": args.min_tokens})
 
 
 def languages(text: str) -> list[str]:
@@ -123,20 +122,20 @@ def build_language(args: argparse.Namespace) -> Stage:
     detector = filters.choose_detector(args.detector)
     if args.keep:
         filters.check_languages(named, detector)
-    options = filters.LanguageOptions(keep, detector, args.label_only)
-    return MapStage("language", filters.make_language_filter, options)
+    parameters = {"keep": keep, "detector": detector, "label_only": args.label_only}
+    return MapStage("language", filters.make_language_filter, parameters)
 
 
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
-    options = filters.DecontaminateOptions(tuple(args.evaluation), args.decontaminate)
-    return MapStage("decontaminate", filters.make_decontaminate, options, files=options.files)
+    parameters = {"files": args.evaluation, "mode": args.decontaminate}
+    return MapStage("decontaminate", filters.make_decontaminate, parameters, files=tuple(args.evaluation))
 
 
 STAGES = {
     "read": StageCommand("any files to shards, unchanged", {},
-                         lambda args: MapStage("read", make_read_function, ReadOptions())),
+                         lambda args: MapStage("read", make_read_function, {})),
     "urls": StageCommand("leave out addresses: malformed, short, blacklisted, repeated", {
         "--blacklist-domains": {"metavar": "FILE", "help": "one a line, in place of the built-in list"},
         "--blacklist-extensions": {"metavar": "FILE", "help": "the same, of file names"}}, build_urls),
@@ -159,22 +158,22 @@ STAGES = {
         "--threshold": {"type": float, "default": 0.8, "metavar": "J",
                         "help": "documents at least this similar are copies (default: 0.8)"},
         "--exact-only": {"action": "store_true", "help": "look for exact copies only"}},
-        lambda args: GlobalStage("dedup", dedup.run_dedup,
-                                 dedup.DedupOptions(args.threshold, not args.exact_only, args.memory),
-                                 dedup.write_signatures)),
+        lambda args: GlobalStage("dedup", dedup.run_dedup, {
+            "threshold": args.threshold, "near": not args.exact_only, "memory": args.memory},
+            dedup.write_signatures)),
     "decontaminate": StageCommand("leave out evaluation text", {
         "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
         "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
                             "help": "documents, or the passages in them (default: drop)"}}, build_decontaminate),
     "shuffle": StageCommand("a random order", SEED_FLAG, lambda args: GlobalStage(
-        "shuffle", split.run_shuffle, split.ShuffleOptions(args.seed, memory=args.memory))),
+        "shuffle", split.run_shuffle, {"seed": args.seed, "shards": None, "memory": args.memory})),
     "split": StageCommand("training, validation and test", {
         "--split": {"default": "949,50,1", "metavar": "A,B,C",
                     "help": "training, validation and test (default: 949,50,1)"},
         "--split-by": {"choices": split.SPLIT_METHODS, "default": split.SPLIT_METHODS[0],
                        "help": "each document by its text, or all by their number (default: hash)"}, **SEED_FLAG},
-        lambda args: GlobalStage("split", split.run_split,
-                                 split.SplitOptions(args.split, args.split_by, args.seed)))}
+        lambda args: GlobalStage("split", split.run_split, {
+            "shares": args.split, "method": args.split_by, "seed": args.seed}))}
 # Stages of `run`, in order.
 STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
 # Folder of a split part -> suffix of its corpus prefix.

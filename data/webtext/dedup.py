@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -140,32 +139,25 @@ def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
     return high
 
 
-@dataclass(frozen=True)
-class DedupOptions:
-    threshold: float = 0.8
-    near: bool = True
-    memory: int = 1 << 30
-
-
-def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
-              share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
+def run_dedup(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+              threshold: float = 0.8, near: bool = True, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
     """Write the kept documents of each input shard. Existing signature files are reused."""
-    write_signatures(inputs, output, options, workers)
-    work, memory = output / ".work", options.memory // 4
-    signatures = SignatureFiles(work, len(inputs), Banding.for_threshold(options.threshold))
+    write_signatures(inputs, output, workers, threshold=threshold)
+    work, memory = output / ".work", memory // 4
+    signatures = SignatureFiles(work, len(inputs), Banding.for_threshold(threshold))
     dropped = np.zeros(signatures.first_documents[-1], bool)
     # Rows (digest as two numbers, document) give rows (first document, its copy).
-    digests, copies, near = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
+    digests, copies, near_rows = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
     for documents, rows in signatures.blocks(memory // 4):
         digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], documents]))
     for pairs in pairs_with_equal_keys(digests.sorted(), max_earlier=1):
         dropped[pairs[:, 0]] = True
         copies.add(pairs[:, ::-1])
     del digests  # free its file and memory
-    if options.near:
-        near = drop_near_duplicates(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
+    if near:
+        near_rows = drop_near_duplicates(inputs, signatures, dropped, threshold, work, 2 * memory, workers)
     drops = RowSorter(work, 4, memory)
-    reasons = _drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted()))
+    reasons = _drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near_rows.sorted()))
     while part := list(islice(reasons, 1024)):
         drops.add(np.array(part, np.uint64))
 
@@ -186,10 +178,10 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
     shutil.rmtree(work)
 
 
-def write_signatures(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
-                     share: tuple[int, int] = (0, 1)) -> None:
+def write_signatures(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+                     threshold: float = 0.8, **unused: object) -> None:
     """Write the missing signature files of a share of the shards: the slow part of `run_dedup`."""
-    folder, banding = make_folder(output / ".work"), Banding.for_threshold(options.threshold)
+    folder, banding = make_folder(output / ".work"), Banding.for_threshold(threshold)
     missing = [(inputs[number], target) for number in machine_share(len(inputs), *share)
                if not (target := signature_file(folder, number)).exists()]
     for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
@@ -277,16 +269,11 @@ def _copy_tasks(inputs: Sequence[Path], output: Path, first_documents: Sequence[
         yield path, output / shard_name(number), reasons
 
 
-@dataclass(frozen=True)
-class UniqueOptions:
-    memory: int = 1 << 28
-
-
-def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
-               share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
+def run_unique(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+               memory: int) -> Iterator[DocumentCounts]:
     """Keep the first document of each address."""
     first_documents = [0]
-    seen, repeated = RowSorter(output, 3, options.memory // 2), RowSorter(output, 1, options.memory // 2)
+    seen, repeated = RowSorter(output, 3, memory // 2), RowSorter(output, 1, memory // 2)
     for documents, rows in ordered_map(url_hash_rows, inputs, workers):
         rows[:, 2] += np.uint64(first_documents[-1])
         seen.add(rows)

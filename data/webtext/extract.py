@@ -14,11 +14,11 @@ drop lists, tables and paragraphs of manuals.
 from __future__ import annotations
 
 import codecs
-import html
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from html import escape
 from itertools import chain
 
 from webencodings import Encoding, lookup
@@ -200,20 +200,15 @@ _TAGS, _CHARACTERS = 2000, 100_000
 _SECONDS, _MEMORY = 5, 1_000_000_000
 
 
-@dataclass(frozen=True)
-class ExtractOptions:
-    extractor: str = EXTRACTORS[0]
-    html: str = HTML_CHOICES[0]  # which documents are treated as HTML
-
-
-def make_extract(options: ExtractOptions) -> DocumentFunction:
+def make_extract(extractor: str = EXTRACTORS[0], html: str = HTML_CHOICES[0]) -> DocumentFunction:
+    """`html` says which documents are treated as HTML."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
         from resiliparse.parse.html import HTMLParserException, HTMLTree
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
-    names = _NAVIGATION + _BOILERPLATE if options.extractor == "resiliparse" else _NAVIGATION
+    names = _NAVIGATION + _BOILERPLATE if extractor == "resiliparse" else _NAVIGATION
     around = f":is({', '.join(names)}):not({_MAIN_CONTENT})"
 
     def page_text(page: str) -> str:
@@ -221,7 +216,7 @@ def make_extract(options: ExtractOptions) -> DocumentFunction:
         if page.lstrip().startswith("<?xml"):
             first, *rest = page.split("<![CDATA[")
             sections = (part.partition("]]>") for part in rest)
-            page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
+            page = first + "".join(escape(inside) + after for inside, _, after in sections)
             page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
         tree = HTMLTree.parse(_RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page))
         # If nothing is left, the whole page is in an element like <nav>, or shown by a script. In forms, only labels
@@ -231,7 +226,7 @@ def make_extract(options: ExtractOptions) -> DocumentFunction:
         return next(filter(str.strip, texts), "").strip()
 
     def extract(document: Document) -> Document | DroppedDocument:
-        is_html = options.html == "all" or options.html == "detect" and (
+        is_html = html == "all" or html == "detect" and (
             document.meta.get("format") == "html" or _PAGE.match(document.text))
         if not is_html:
             return document

@@ -25,8 +25,8 @@ import importlib.util
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 from urllib.parse import SplitResult, urlsplit
@@ -62,11 +62,7 @@ EXTENSIONS = frozenset("""
 """.split())
 
 
-@dataclass(frozen=True)
-class UrlOptions:
-    domains: tuple[str, ...] = tuple(sorted(DOMAINS))
-    extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
-    shortest: int = 9  # minimum length in characters; `http://a` is not a page
+SHORTEST_URL = 9  # minimum length in characters; `http://a` is not a page
 
 
 def read_blacklist(path: str) -> tuple[str, ...]:
@@ -78,14 +74,15 @@ def read_blacklist(path: str) -> tuple[str, ...]:
     return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
 
 
-def make_url_filter(options: UrlOptions) -> DocumentFunction:
-    domains, extensions = frozenset(options.domains), frozenset(options.extensions)
+def make_url_filter(domains: Collection[str] = DOMAINS, extensions: Collection[str] = EXTENSIONS,
+                    shortest: int = SHORTEST_URL) -> DocumentFunction:
+    domains, extensions = frozenset(domains), frozenset(extensions)
 
     def check(document: Document) -> Document | DroppedDocument:
         url = document.url
         if url is None:
             return document
-        if len(url) < options.shortest:
+        if len(url) < shortest:
             return DroppedDocument("short URL")
         parts = split_url(url)
         if parts is None:
@@ -140,12 +137,8 @@ WINDOW = 4  # ftfy's mojibake patterns have at most five characters, one of them
 CHARACTERS_PER_TOKEN = 8
 
 
-@dataclass(frozen=True)
-class CleanOptions:
-    min_tokens: int = 128  # GPT-2 tokens
-
-
-def make_clean(options: CleanOptions) -> DocumentFunction:
+def make_clean(min_tokens: int) -> DocumentFunction:
+    """Mends texts, and drops those of fewer GPT-2 tokens."""
     fix_text = make_text_fixer()
     tokenizer = GPT2BPETokenizer()
 
@@ -156,7 +149,7 @@ def make_clean(options: CleanOptions) -> DocumentFunction:
         text = _BLANK_LINES.sub("\n\n", text).strip()
         if not text:
             return DroppedDocument("empty")
-        if len(text) < CHARACTERS_PER_TOKEN * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
+        if len(text) < CHARACTERS_PER_TOKEN * min_tokens and len(tokenizer.encode(text)) < min_tokens:
             return DroppedDocument("too short")
         return replace(document, text=text)
 
@@ -220,14 +213,6 @@ _LETTER = re.compile(r"[^\W\d_]")
 LanguageDetector = Callable[[str], Mapping[str, float]]  # text -> language -> probability
 
 
-@dataclass(frozen=True)
-class LanguageOptions:
-    # ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score.
-    keep: tuple[str, ...] = ("en",)
-    detector: str = "py3langid"
-    label_only: bool = False  # keep every document
-
-
 def parse_keep(text: str) -> tuple[str, float | None]:
     """(code, minimum score) of `en` or `en:0.65`; ValueError for anything else."""
     code, colon, score = text.partition(":")
@@ -259,16 +244,18 @@ def check_languages(keep: Iterable[str], detector: str) -> None:
             raise UsageError(f"--keep {code}: {detector} has no language {code!r}; it knows {' '.join(sorted(known))}")
 
 
-def make_language_filter(options: LanguageOptions) -> DocumentFunction:
-    detect = _load_detector(choose_detector(options.detector))
-    keep = dict(map(parse_keep, options.keep))
+def make_language_filter(keep: Sequence[str], detector: str, label_only: bool) -> DocumentFunction:
+    """`en` keeps texts whose top language is English, `en:0.65` those with at least this score. `label_only` keeps
+    every document."""
+    detect = _load_detector(choose_detector(detector))
+    least_scores = dict(map(parse_keep, keep))
 
     def language(document: Document) -> Document | DroppedDocument:
         scores = language_scores(document.text, detect)
         found = max(scores, key=lambda code: (scores[code], code))
-        if not (options.label_only or any(found == code if least is None else scores.get(code, 0) >= least
-                                          for code, least in keep.items())):
-            return DroppedDocument(f"language {found}" + (": low score" if found in keep else ""))
+        if not (label_only or any(found == code if least is None else scores.get(code, 0) >= least
+                                  for code, least in least_scores.items())):
+            return DroppedDocument(f"language {found}" + (": low score" if found in least_scores else ""))
         return replace(document, meta={**document.meta, "language": found, "language_score": scores[found]})
 
     return language
@@ -332,14 +319,8 @@ MODES = ("drop", "cut")
 EvaluationNgrams = Mapping[int, HashArray]
 
 
-@dataclass(frozen=True)
-class DecontaminateOptions:
-    files: tuple[str, ...]
-    mode: str = MODES[0]
-
-
-def make_decontaminate(options: DecontaminateOptions) -> DocumentFunction:
-    evaluation = read_evaluation_ngrams(options.files)
+def make_decontaminate(files: Sequence[str], mode: str = MODES[0]) -> DocumentFunction:
+    evaluation = read_evaluation_ngrams(files)
 
     def decontaminate(document: Document) -> Document | DroppedDocument:
         words = hash_words(document.text)
@@ -347,7 +328,7 @@ def make_decontaminate(options: DecontaminateOptions) -> DocumentFunction:
         if not shared:
             return document
         amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
-        if options.mode == "drop":
+        if mode == "drop":
             return DroppedDocument(f"evaluation text: {amount}")
         cuts: list[tuple[int, int]] = []  # character ranges: shared n-grams with margins, merged if they overlap
         for first, length in shared:

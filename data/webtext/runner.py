@@ -238,22 +238,22 @@ class GlobalStage:
     """A stage that needs all documents."""
 
     name: str
-    # (shards in order, output folder, options, workers, share of the shards to write) -> counts of each part of the
-    # output, once it is written.
-    run: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], Iterator[DocumentCounts]]
-    options: Any
-    # (shards, folder, options, workers, share): work that several machines can share before one of them runs `run`.
-    prepare_share: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], None] | None = None
+    # (shards in order, output folder, workers, share of the shards to write, **parameters) -> counts of each part of
+    # the output, once it is written.
+    run: Callable[..., Iterator[DocumentCounts]]
+    parameters: Mapping[str, Any]  # JSON values
+    # The same arguments: work that several machines can share before one of them runs `run`.
+    prepare_share: Callable[..., None] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MapStage:
     """A stage that processes documents one by one."""
 
     name: str
-    # A module-level function; each worker calls it once with the options.
-    make_function: Callable[[Any], DocumentFunction]
-    options: Any  # a frozen dataclass of plain values
+    # A module-level function; each worker calls it once with the parameters.
+    make_function: Callable[..., DocumentFunction]
+    parameters: Mapping[str, Any]  # JSON values
     files: tuple[str, ...] = ()  # other files that the result depends on
     # A second pass over all kept documents; not run if this machine has only a share.
     second_pass: GlobalStage | None = None
@@ -268,12 +268,8 @@ class StageRunOptions:
     shard_bytes: int = SHARD_BYTES
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """No options: `read` only does what every stage does first."""
-
-
-def make_read_function(options: ReadOptions) -> DocumentFunction:
+def make_read_function() -> DocumentFunction:
+    """`read` only does what every stage does first."""
     return lambda document: document
 
 
@@ -296,9 +292,9 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
     own_units = machine_share(len(units), *run_options.shard)
     used = list(dict.fromkeys(piece.source for k in own_units for piece in units[k]))
     second_pass = stage.second_pass if run_options.shard == SINGLE_MACHINE else None
-    then = second_pass and {second_pass.name: asdict(second_pass.options) | {"part": SINGLE_MACHINE}}
-    parameters = asdict(stage.options) | {"reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
-                                          "then": then, "files": list(checksum_in_threads(crc32_file, stage.files))}
+    then = second_pass and {second_pass.name: {**second_pass.parameters, "part": SINGLE_MACHINE}}
+    parameters = {**stage.parameters, "reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
+                  "then": then, "files": list(checksum_in_threads(crc32_file, stage.files))}
     check_unchanged = change_detector(source.path for source in used)
     key = stage_key(stage.name, parameters, source_fingerprints(used, run_options.workers), run_options.shard)
     with open_stage_folder(output, key) as (record, folder):
@@ -325,7 +321,7 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
     shards = [Path(source.path) for source in sources]
     check_output_is_apart(inputs, output)
     prepare = stage.prepare_share if run_options.shard != SINGLE_MACHINE else None
-    key = stage_key(stage.name, asdict(stage.options), source_fingerprints(sources, run_options.workers),
+    key = stage_key(stage.name, stage.parameters, source_fingerprints(sources, run_options.workers),
                     SINGLE_MACHINE if prepare else run_options.shard)
     with open_stage_folder(output, key) as (record, folder):
         if record is None and not prepare:
@@ -337,7 +333,7 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
     if record is None and prepare:  # without the lock: other machines prepare their shares at the same time
         own = [sources[k] for k in machine_share(len(sources), *run_options.shard)]
         check_sha256({source.path: source.sha256 for source in own}, run_options.workers)
-        prepare(shards, folder, stage.options, run_options.workers, run_options.shard)
+        prepare(shards, folder, run_options.workers, run_options.shard, **stage.parameters)
     return record
 
 
@@ -346,7 +342,7 @@ def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
     """Run a pass over all documents; returns its counts."""
     counts = DocumentCounts()
     with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
-        for part in stage.run(shards, folder, stage.options, run_options.workers, run_options.shard):
+        for part in stage.run(shards, folder, run_options.workers, run_options.shard, **stage.parameters):
             counts += part
             bar.update(part.bytes_in)
     return counts
@@ -409,7 +405,7 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
 @cache
 def load_stage_function(stage: MapStage, files: tuple[str, ...]) -> DocumentFunction:
     """Models and word lists are loaded once per process, and again if `files` (checksums) changes."""
-    return stage.make_function(stage.options)
+    return stage.make_function(**stage.parameters)
 
 
 def apply_to_document(function: DocumentFunction, result: ReadResult,

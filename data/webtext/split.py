@@ -14,7 +14,6 @@ import tempfile
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, count
@@ -72,23 +71,17 @@ class LineBuckets:
             yield bytes(raw[start:start + size])
 
 
-@dataclass(frozen=True)
-class ShuffleOptions:
-    seed: int = 0
-    shards: int | None = None  # number of shards to write; default: as many as in the input
-    memory: int = 1 << 30
-
-
-def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
-                share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
-    """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
+def run_shuffle(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+                seed: int = 0, shards: int | None = None, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
+    """Write the shuffled shards, as many as the input has unless `shards` says how many. It only moves bytes, so it
+    uses one process, whatever `workers` is."""
     work = make_folder(output / ".work")
-    total = options.shards or max(1, len(inputs))
+    total = shards or max(1, len(inputs))
     own_shards = machine_share(total, *share)
     size = sum(path.stat().st_size for path in inputs)
-    buckets_per_shard = max(1, -(-4 * size // (options.memory * total)))  # a bucket uses a quarter of the memory
-    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
-    keys = shuffle_keys(options.seed)
+    buckets_per_shard = max(1, -(-4 * size // (memory * total)))  # a bucket uses a quarter of the memory
+    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), memory // 2)
+    keys = shuffle_keys(seed)
     for path in inputs:
         with open(path, "rb") as lines:
             for line, key in zip(lines, keys):
@@ -113,25 +106,18 @@ def shuffle_keys(seed: int) -> Iterator[int]:
         yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
 
 
-@dataclass(frozen=True)
-class SplitOptions:
-    shares: str = "949,50,1"
-    method: str = SPLIT_METHODS[0]
-    seed: int = 0
-
-
-def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int,
-              share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
+def run_split(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+              shares: str = "949,50,1", method: str = SPLIT_METHODS[0], seed: int = 0) -> Iterator[DocumentCounts]:
     """Write the parts of each shard. A part without documents has no file."""
-    shares = parse_split(options.shares)
+    fractions = parse_split(shares)
     firsts, ranges = [0] * len(inputs), []
-    if options.method == "count":
+    if method == "count":
         *firsts, total = accumulate(ordered_map(count_lines, inputs, workers), initial=0)
-        ranges = split_documents(shares, total)
+        ranges = split_documents(fractions, total)
     for part in PARTS:
         make_folder(output / part)
     tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs), *share)]
-    split_one = partial(split_shard, output=output, shares=shares, ranges=ranges, seed=options.seed)
+    split_one = partial(split_shard, output=output, shares=fractions, ranges=ranges, seed=seed)
     yield from ordered_map(split_one, tasks, workers)
 
 

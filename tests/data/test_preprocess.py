@@ -266,7 +266,7 @@ def test_utf_16_is_named(tmp_path: Path) -> None:
 def test_a_stage_that_is_given_a_raw_folder_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "raw").mkdir()
     (tmp_path / "raw" / "a.jsonl").write_bytes(LINE)
-    stage = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions())
+    stage = GlobalStage("dedup", dedup.run_dedup, {})
     for name, found in (("raw", "a folder without stage.json"), ("raw/a.jsonl", "a file"), ("none", "nothing")):
         with pytest.raises(DataError, match=rf"{name}: expected the folder of a stage, found {found}; make one of it "
                                             rf"first: python -m data.webtext read .*{name} --output DIR"):
