@@ -54,13 +54,8 @@ class _GzipDecompressor:
         self._inflate = zlib.decompressobj(wbits=31)
         self.needs_input = True
 
-    @property
-    def eof(self) -> bool:
-        return self._inflate.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inflate.unused_data
+    def __getattr__(self, name: str) -> Any:  # eof, unused_data
+        return getattr(self._inflate, name)
 
     def decompress(self, data: bytes, max_length: int = 0, /) -> bytes:
         found = self._inflate.decompress(self._inflate.unconsumed_tail + data, max_length)
@@ -68,8 +63,8 @@ class _GzipDecompressor:
         return found
 
 
-def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _GzipDecompressor | lzma.LZMADecompressor],
-                         padding_unit: int) -> Iterator[bytes]:
+def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], Any], padding_unit: int
+                         ) -> Iterator[bytes]:
     """The content of all streams of a file in blocks; after the last block before damage `CorruptStreamError`. Zero
     padding between and after streams: any number of bytes for gzip, multiples of 4 for xz, none for zstd.
 

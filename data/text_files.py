@@ -136,7 +136,7 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
 
 
 def damage_message(path: str, damage: OSError | None, lines_before: int) -> str | None:
-    return damage and f"{path}: cannot read: {damage}; it is in line {lines_before + 1}"
+    return None if damage is None else f"{path}: cannot read: {damage}; it is in line {lines_before + 1}"
 
 
 def parse_lines(chunk: Chunk, key: str,
