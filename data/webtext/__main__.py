@@ -75,13 +75,9 @@ SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle an
 
 
 def build_urls(args: argparse.Namespace) -> Stage:
-    domains, extensions = sorted(filters.DOMAINS), sorted(filters.EXTENSIONS)
-    if args.blacklist_domains:
-        domains = filters.read_blacklist(args.blacklist_domains)
-    if args.blacklist_extensions:
-        named = filters.read_blacklist(args.blacklist_extensions)
-        extensions = [f".{name.removeprefix('.')}" for name in named]
-    parameters = {"domains": domains, "extensions": extensions, "shortest": filters.SHORTEST_URL}
+    extensions = [f".{name.removeprefix('.')}" for name in filters.read_blacklist(args.blacklist_extensions)]
+    parameters = {"domains": filters.read_blacklist(args.blacklist_domains), "extensions": extensions,
+                  "shortest": filters.SHORTEST_URL}
     return MapStage("urls", filters.make_url_filter, parameters, second_pass=build_unique(args))
 
 
@@ -137,8 +133,10 @@ STAGES = {
     "read": StageCommand("any files to shards, unchanged", {},
                          lambda args: MapStage("read", make_read_function, {})),
     "urls": StageCommand("leave out addresses: malformed, short, blacklisted, repeated", {
-        "--blacklist-domains": {"metavar": "FILE", "help": "one a line, in place of the built-in list"},
-        "--blacklist-extensions": {"metavar": "FILE", "help": "the same, of file names"}}, build_urls),
+        "--blacklist-domains": {"metavar": "FILE", "default": filters.DOMAINS_FILE,
+                                "help": "one a line, in place of the built-in list"},
+        "--blacklist-extensions": {"metavar": "FILE", "default": filters.EXTENSIONS_FILE,
+                                   "help": "the same, of file names"}}, build_urls),
     "unique": StageCommand("of the documents with one address, keep the first", {}, build_unique),
     "extract": StageCommand("HTML to text", {
         "--extractor": {"choices": ("auto", *extract.EXTRACTORS), "default": "auto", "help":
@@ -228,7 +226,7 @@ def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_opt
     for corpus in corpora.values():
         outputs += [*corpus_files(corpus), origin_file_of(corpus)]
     check_outputs_are_not_inputs(
-        [*files, *filter(None, (*tokenizer_files, args.blacklist_domains, args.blacklist_extensions))], outputs,
+        [*files, args.blacklist_domains, args.blacklist_extensions, *filter(None, tokenizer_files)], outputs,
         "choose another --output and --output-prefix")
     for folder in folders:
         check_output_is_apart([*args.inputs, *files], folder)
@@ -258,14 +256,17 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
     every = shards_of_stage(stage)
     named = [shard for shard in every if shard.name.startswith(f"{part}/")]
     shards = every if part == "train" and not any("/" in shard.name for shard in every) else named
-    if not shards:
-        remove_corpus(prefix)
-        return None
     made_from = origin_file_of(prefix)
     key = stage_key("tokens", {"tokenizer": tokenizer.fingerprint}, [{"sha256": shard.sha256} for shard in shards])
     facts, recorded = read_corpus_facts(f"{prefix}.json"), read_json_or_none(made_from)
-    if facts is None or recorded != key | {"identity": facts.identity}:
-        remove_corpus(prefix)
+    if not shards or facts is None or recorded != key | {"identity": facts.identity}:
+        if made_from.exists():  # a corpus that an earlier run made
+            with hold_writer_lock(prefix), write_errors_for(prefix):
+                for path in reversed(corpus_files(prefix)):
+                    Path(path).unlink(missing_ok=True)
+                made_from.unlink()
+        if not shards:
+            return None
         build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
         facts = read_corpus_facts(f"{prefix}.json")
         assert facts, "just built"
@@ -276,15 +277,6 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
 def origin_file_of(prefix: Path) -> Path:
     """Path of the record of what a corpus was made from; written after the corpus."""
     return prefix.with_name(f"{prefix.name}.made_from.json")
-
-
-def remove_corpus(prefix: Path) -> None:
-    """Delete a corpus that an earlier run made."""
-    if origin_file_of(prefix).exists():
-        with hold_writer_lock(prefix), write_errors_for(prefix):
-            for ending in (".idx", ".json", ".bin"):
-                prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
-            origin_file_of(prefix).unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

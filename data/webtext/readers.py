@@ -1,8 +1,8 @@
 """Input files of any format to documents, in work units of equal size: every line, file or array element gives one
 `ReadResult`, good or bad, in order.
 
-A `FileRange` is a byte range of a file, a *unit* some ranges that become one output shard. Units depend only on the
-files and the shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
+A *unit* is some files, or ranges of lines of them, that become one output shard. Units depend only on the files and the
+shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
 `jsonl`, `array` (one JSON array of objects), `object`, `text`, `html`, `urls` (one address per line). Only blank lines
 and a leading byte order mark are skipped silently. `max_bytes` bounds memory: longer documents are reported, not held.
 """
@@ -14,7 +14,7 @@ import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
@@ -51,23 +51,12 @@ class SourceFile:
     format: str
     size: int
     sha256: str | None = None  # known for shards only
-
-
-@dataclass(frozen=True)
-class FileRange:
-    """The lines that begin in [start, stop), or a whole source that cannot be split (stop None)."""
-
-    source: SourceFile
+    # In a work unit: the lines that begin in [start, stop); None: the whole file.
     start: int = 0
     stop: int | None = None
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return (self.source.size if self.stop is None else self.stop) - self.start
 
-
-WorkUnit = tuple[FileRange, ...]
+WorkUnit = tuple[SourceFile, ...]
 
 
 @dataclass(frozen=True)
@@ -85,7 +74,7 @@ class WebReadOptions:
 class ReadResult:
     """The content of one line, element or file."""
 
-    file_range: FileRange
+    source: SourceFile
     offset: int  # offset in the (decompressed) file
     size: int  # bytes read, including the line end
     value: Document | DocumentError
@@ -93,8 +82,8 @@ class ReadResult:
 
     def location(self) -> str:
         """`file:line (byte offset)`. Counts lines from the start, so use it for errors only."""
-        path = self.file_range.source.path
-        if self.file_range.source.format in ("text", "html", "object"):
+        path = self.source.path
+        if self.source.format in ("text", "html", "object"):
             return path
         return f"{path}:{line_number(path, self.offset)} (byte {self.offset})"
 
@@ -181,35 +170,35 @@ def archive_kind(content: bytes) -> str | None:
 def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
     """Units of about `shard_bytes`: large line-based files are split, small files combined."""
     units: list[WorkUnit] = []
-    unit: list[FileRange] = []
+    unit: list[SourceFile] = []
     for source in sources:
-        ranges = [FileRange(source)]
+        ranges = [source]
         if source.format in ("jsonl", "urls") and not is_compressed(source.path):
             count = max(1, -(-source.size // shard_bytes))
             edges = [source.size * k // count for k in range(count + 1)]
-            ranges = [FileRange(source, start, stop) for start, stop in pairwise(edges)]
-        for file_range in ranges:
-            if unit and unit_bytes(unit) + file_range.size > shard_bytes:
+            ranges = [replace(source, start=start, stop=stop) for start, stop in pairwise(edges)]
+        for lines in ranges:
+            if unit and unit_bytes((*unit, lines)) > shard_bytes:
                 units.append(tuple(unit))
                 unit = []
-            unit.append(file_range)
+            unit.append(lines)
     return [*units, tuple(unit)] if unit else units
 
 
-def unit_bytes(unit: Iterable[FileRange]) -> int:
+def unit_bytes(unit: Iterable[SourceFile]) -> int:
     """Size on disk."""
-    return sum(file_range.size for file_range in unit)
+    return sum((source.size if source.stop is None else source.stop) - source.start for source in unit)
 
 
 def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
     """All results of a unit, in order. At damage: all that was whole before it, then a fault."""
-    for file_range in unit:
-        source, end = file_range.source, file_range.start
+    for source in unit:
+        end = source.start
         by_lines = source.format in ("jsonl", "urls")
         try:
             with open_decompressed(source.path, until_damage=by_lines) as file:
                 if by_lines:
-                    documents = _raw_lines(file, file_range, options)
+                    documents = _raw_lines(file, source, options)
                 elif source.format == "array":
                     documents = array_elements(file, options.max_bytes)
                 else:
@@ -217,26 +206,26 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
                     documents = iter([(0, len(content), content) if len(content) <= options.max_bytes else
                                       (0, options.max_bytes, None)])
                 for offset, size, raw in documents:
-                    yield ReadResult(file_range, offset, size, *_parse_raw(source, offset, raw, options))
+                    yield ReadResult(source, offset, size, *_parse_raw(source, offset, raw, options))
                     end = offset + size
         except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
-            yield ReadResult(file_range, end, 0, fault)
+            yield ReadResult(source, end, 0, fault)
         except FileNotFoundError as error:
             raise DataError(f"{source.path}: cannot read: {error.strerror}") from error
         except OSError as error:
             damage = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
-            yield ReadResult(file_range, end, 0, damage)
+            yield ReadResult(source, end, 0, damage)
 
 
-def _raw_lines(file: DecompressedFile, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
+def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[RawDocument]:
     """The lines that begin in the range, without blank ones; at its damage raises that of the file."""
-    stop = math.inf if file_range.stop is None else file_range.stop
-    for offset, size, raw in read_lines(file, file_range.start, stop, options.max_bytes):
+    stop = math.inf if source.stop is None else source.stop
+    for offset, size, raw in read_lines(file, source.start, stop, options.max_bytes):
         line = raw and (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
         if not file.damage:
             if line or line is None:
                 yield offset, size, line
-        elif line and file_range.source.format == "jsonl":  # a complete object is no part of the damage
+        elif line and source.format == "jsonl":  # a complete object is no part of the damage
             with suppress(DocumentError):
                 parse_json_line(line, options.text_key, options.url_key)
                 yield offset, size, line

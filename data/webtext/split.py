@@ -10,10 +10,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import struct
-import tempfile
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, count
@@ -33,35 +31,26 @@ BUCKET_RECORD = struct.Struct("<QQ")  # before each line in a bucket: its key an
 
 
 class LineBuckets:
-    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. One file holds all
-    buckets as chains of segments, so any number of buckets needs one open file."""
+    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. Each bucket has a
+    file, opened only to append a buffer."""
 
     def __init__(self, folder: Path, buckets: int, memory: int) -> None:
         self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
         self._buffered = [bytearray() for _ in range(buckets)]
-        self._chains: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]  # (offset, size)
-        self._end = 0
-        self._file = tempfile.TemporaryFile(dir=folder)
-        weakref.finalize(self, self._file.close)
 
     def add(self, bucket: int, key: int, line: bytes) -> None:
         buffer = self._buffered[bucket]
         buffer += BUCKET_RECORD.pack(key, len(line)) + line
         if len(buffer) >= self._bucket_bytes:
-            with write_errors_for(self._folder):
-                self._file.seek(self._end)
-                self._file.write(buffer)
-            self._chains[bucket].append((self._end, len(buffer)))
-            self._end += len(buffer)
+            with write_errors_for(self._folder), open(self._folder / str(bucket), "ab") as file:
+                file.write(buffer)
             self._buffered[bucket] = bytearray()
 
     def lines(self, bucket: int) -> Iterator[bytes]:
         """The sorted lines of a bucket, which is loaded into memory."""
-        raw = bytearray()
-        for offset, size in self._chains[bucket]:
-            self._file.seek(offset)
-            raw += self._file.read(size)
-        raw += self._buffered[bucket]
+        raw: bytes | bytearray = self._buffered[bucket]
+        with suppress(FileNotFoundError):
+            raw = (self._folder / str(bucket)).read_bytes() + raw
         places, at = [], 0
         while at < len(raw):
             key, size = BUCKET_RECORD.unpack_from(raw, at)
@@ -75,6 +64,7 @@ def run_shuffle(inputs: Sequence[Path], output: Path, workers: int, share: tuple
                 seed: int = 0, shards: int | None = None, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
     """Write the shuffled shards, as many as the input has unless `shards` says how many. It only moves bytes, so it
     uses one process, whatever `workers` is."""
+    shutil.rmtree(output / ".work", ignore_errors=True)  # left by a process that ended early
     work = make_folder(output / ".work")
     total = shards or max(1, len(inputs))
     own_shards = machine_share(total, *share)

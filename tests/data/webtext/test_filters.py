@@ -59,7 +59,7 @@ ADDRESSES: list[tuple[str | None, str | None]] = [
 
 
 def test_addresses_are_kept_or_dropped_for_a_reason() -> None:
-    check = filters.make_url_filter()
+    check = filters.make_url_filter(*map(filters.read_blacklist, (filters.DOMAINS_FILE, filters.EXTENSIONS_FILE)), 9)
     for url, reason in ADDRESSES:
         document = Document("text", url)
         assert check(document) == (document if reason is None else DroppedDocument(reason)), url
@@ -68,7 +68,7 @@ def test_addresses_are_kept_or_dropped_for_a_reason() -> None:
 def test_black_lists_can_be_files(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# mine\nExample.org  # all of it\n\n")
     assert filters.read_blacklist(str(tmp_path / "list")) == ("example.org",)
-    check = filters.make_url_filter(domains=("example.org",), extensions=())
+    check = filters.make_url_filter(("example.org",), (), 9)
     assert check(Document("", "http://a.example.org/x.pdf")) == DroppedDocument("blacklisted domain")
     assert check(Document("", "http://youtube.com/x.pdf")) == Document("", "http://youtube.com/x.pdf")
     with pytest.raises(DataError, match="no such list: cannot read"):
