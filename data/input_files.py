@@ -30,7 +30,7 @@ SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
 
 def check_stage_shards(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Check the SHA-256 of those paths that are shards of a stage; the others are the user's own files."""
-    shards_of, expected = cache(recorded_shards), {}
+    shards_of, expected = cache(recorded_shards), dict[str, str | None]()
     for path in map(Path, paths):
         if SHARD_PATTERN.fullmatch(path.name) and path.is_file():  # a pipe can be read only once
             _, expected[str(path)] = (shards_of(path.parent) or {}).get(str(path), (None, None))

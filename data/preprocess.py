@@ -104,7 +104,12 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
-    key = _resume_key(inputs, tokenizer, options, skip_malformed)
+    # What an interrupted run has to have in common with this one, files by size and times; a pipe cannot be read again.
+    stamps = [file_stamp(path) for path in inputs]
+    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
+             str(options.max_document_bytes), str(skip_malformed),
+             *(f"{os.path.abspath(path)} {stamp}" for path, stamp in zip(inputs, stamps)))
+    key = None if None in stamps else content_digest(map(os.fsencode, words))
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
@@ -183,18 +188,6 @@ class PreprocessProgress:
         seconds = max(time.monotonic() - start, 1e-9)
         return (f"{self.documents} documents in {seconds:.1f} s: {(self.documents - documents_before) / seconds:.0f} "
                 f"documents/s, {(self.bytes - bytes_before) / seconds / 1e6:.2f} MB/s")
-
-
-def _resume_key(inputs: Sequence[str | Path], tokenizer: Tokenizer, options: TextReadOptions,
-                skip_malformed: bool) -> str | None:
-    """Digest of all that decides the tokens, files by size and times; None for a pipe, which cannot be read again."""
-    states = [file_stamp(path) for path in inputs]
-    if None in states:
-        return None
-    files = (f"{os.path.abspath(path)} {state}" for path, state in zip(inputs, states))
-    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
-             str(options.max_document_bytes), str(skip_malformed), *files)
-    return content_digest(map(os.fsencode, words))
 
 
 def parse_shard(text: str) -> tuple[int, int]:

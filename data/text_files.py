@@ -125,7 +125,7 @@ def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
             while file.damage is None:
                 data = file.read(size)
                 data += (rest := file.readline(limit + 1) if data else b"")
-                # of a line that is too long, as much as shows that
+                # Of a line that is too long, the chunk holds as much as shows that it is.
                 skipped = skip_line(file) if len(rest) > limit and not rest.endswith(b"\n") else 0
                 next_lines = lines + data.count(b"\n") + (skipped > 0)
                 if not data and file.damage is None:

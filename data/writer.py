@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike
 from data.indexed import (BLOCK_ENTRIES, CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
                           StableFile, TokenizerFacts, corpus_identity, token_dtype)
 from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
-                          hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
-                          write_json_atomic)
+                          hold_writer_lock, remove_stale_files, write_errors_for, write_json_atomic)
 
 # In the order in which they are renamed: the index completes the corpus.
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
@@ -68,7 +67,7 @@ class CorpusWriter:
         self.documents, self.tokens, self._max_token = 0, 0, -1
         self.resumed_state: Any = None  # the caller's state at the resume point that this continues
         self._targets = {suffix: Path(os.path.realpath(self.prefix + suffix)) for suffix in CORPUS_SUFFIXES}
-        self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
+        self._resume_file = Path(os.path.realpath(Path(prefix).parent), f".{Path(prefix).name}.mark.tmp")
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack, write_errors_for(self.prefix):
@@ -81,13 +80,12 @@ class CorpusWriter:
             self._is_resumable = is_locked and self._key is not None
             crcs = self._resume() if self._is_resumable else None
             if is_locked:
-                stale = [path for target in (*self._targets.values(), self._resume_file)
-                         for path in stale_temporary_files(target)]
-                stale += [self._resume_file] if self._resume_file.exists() else []
                 used = () if crcs is None else (*self._drafts.values(), self._resume_file)
-                stale = [path for path in stale if path not in used]
-                why = ", which has other inputs or settings" if self._key and self._resume_file in stale else ""
-                remove_stale_files(self.prefix, stale, why)
+                is_other = self._key is not None and crcs is None and self._resume_file.exists()
+                # The resume point has the name of a temporary file of PREFIX.mark, and is staged itself.
+                targets = (*self._targets.values(), Path(f"{self.prefix}.mark"), self._resume_file)
+                remove_stale_files(self.prefix, targets, used,
+                                   ", which has other inputs or settings" if is_other else "")
             mode = "xb" if crcs is None else "r+b"
             self._bin, self._idx = (
                 AppendFile(stack.enter_context(open(self._drafts[suffix], mode)), crc)
