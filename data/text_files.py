@@ -191,14 +191,22 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
     name = os.fspath(path)
     offset = lines = 0
     buffered, continues = bytearray(), False
+    # The end of a non-space character that is followed by white space to cut before.
+    cut = rb"[!-~\x80-\xbf]%b(?=[%b])" % (NOT_UNICODE_SPACE, re.escape(safe_split_characters.encode()))
     with read_errors_for(name), open_decompressed(name, until_damage=True) as file:
         # Reads double, so that uncut text is searched half as often.
         while (more := file.read(max(size, len(buffered)))) and not file.damage:
             buffered += more
-            end, unfinished = _find_cut(buffered, separator, safe_split_characters)
-            if end:
-                yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues, unfinished)
-                offset, lines, continues = offset + end, lines + buffered.count(b"\n", 0, end), unfinished
+            found = _last_match(separator.final_pattern, buffered, len(buffered)) if separator else None
+            is_unfinished = found is None
+            if found is None and safe_split_characters:
+                # Do not cut inside a separator that extends beyond the data.
+                stop = len(buffered) - (separator.max_match_bytes - 1 if separator else 0)
+                found = _last_match(re.compile(cut), buffered, stop)
+            if found:
+                end = found.end()
+                yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues, is_unfinished)
+                offset, lines, continues = offset + end, lines + buffered.count(b"\n", 0, end), is_unfinished
                 del buffered[:end]
             elif safe_split_characters and len(buffered) > limit:
                 yield Chunk(name, offset, len(buffered), b"", lines, continues, is_too_long=True)
@@ -211,19 +219,6 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
         if buffered or continues or file.damage:
             yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues,
                         damage=damage_message(name, file.damage, lines + buffered.count(b"\n")))
-
-
-def _find_cut(data: bytearray, separator: Separator | None, safe_split_characters: str) -> tuple[int, bool]:
-    """(where to end a chunk, 0 if nowhere yet; whether that is inside a document)."""
-    if separator and (found := _last_match(separator.final_pattern, data, len(data))):
-        return found.end(), False
-    if not safe_split_characters:
-        return 0, False
-    # The end of a non-space character that is followed by white space to cut before.
-    cut = re.compile(rb"[!-~\x80-\xbf]%b(?=[%b])" % (NOT_UNICODE_SPACE, re.escape(safe_split_characters.encode())))
-    # Do not cut inside a separator that extends beyond the data.
-    found = _last_match(cut, data, len(data) - (separator.max_match_bytes - 1 if separator else 0))
-    return (found.end(), True) if found else (0, False)
 
 
 def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
