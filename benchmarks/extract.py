@@ -46,7 +46,7 @@ def extractors() -> dict[str, Extractor]:
     from data.webtext.documents import Document
 
     def ours(name: str) -> Extractor:
-        function = extract.make_extract(extract.ExtractOptions(name, "all"))
+        function = extract.make_extract(name, "all")
         return lambda page: getattr(function(Document(page)), "text", "")
 
     from resiliparse.extract.html2text import extract_plain_text

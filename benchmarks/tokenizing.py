@@ -81,7 +81,7 @@ def main() -> None:
     parser.add_argument("file", metavar="FILE.jsonl")
     parser.add_argument("--rounds", type=int, default=5)
     args = parser.parse_args()
-    texts = [str(text) for chunk in read_line_chunks(args.file) for _, text in parse_lines(chunk, chunk.read(), "text")]
+    texts = [str(text) for chunk in read_line_chunks(args.file) for _, text in parse_lines(chunk, "text")]
     size, tokens = os.path.getsize(args.file) / 1e6, spelling()
     with tempfile.TemporaryDirectory() as folder:
         contenders: dict[str, tuple[str, Callable[[], Work]]] = {  # name: (yardstick, what builds it)

@@ -62,7 +62,7 @@ def our_cleaning(path: Path) -> Task:
     from data.webtext import filters
     from data.webtext.documents import Document, parse_shard_line
 
-    mended = filters.make_clean(filters.CleanOptions())
+    mended = filters.make_clean(128)
 
     def one(line: bytes) -> object:
         document = mended(parse_shard_line(line, "bench"))
@@ -81,8 +81,8 @@ def our_cleaning_and_language(path: Path) -> Task:
     from data.webtext import filters
     from data.webtext.documents import Document, parse_shard_line
 
-    first = filters.make_clean(filters.CleanOptions())
-    second = filters.make_language_filter(filters.LanguageOptions(detector=filters.choose_detector("auto")))
+    first = filters.make_clean(128)
+    second = filters.make_language_filter(["en"], filters.choose_detector("auto"), label_only=False)
 
     def both(line: bytes) -> object:
         document = first(parse_shard_line(line, "bench"))

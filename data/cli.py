@@ -1,4 +1,4 @@
-"""What this package's commands share: one-line errors, exit codes, progress.
+"""What this package's commands share: one-line errors and exit codes.
 
 Exit codes: 0 done, 2 usage, 3 data, 5 a system limit or a bug, 7 storage, 130 interrupted. Every failure prints one
 line that begins with `error:`. A closed standard output (`| head`) ends a command silently with 141, as it ends `yes`.
@@ -14,7 +14,6 @@ import re
 import signal
 import sys
 import threading
-import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from types import FrameType
@@ -44,27 +43,22 @@ def normalize_flag_names(arguments: Sequence[str]) -> list[str]:
 
 def suggest_spelling(word: str, known: Iterable[str]) -> str:
     """"did you mean X?" where `word` is X but for dashes, case and one letter in four, at most two; otherwise ""."""
-    def plain(name: str) -> str:
-        return name.lower().replace("-", "").replace("_", "")
-
     found: dict[int, list[str]] = {}
+    typed = word.lower().replace("-", "").replace("_", "")
     for name in sorted(set(known)):
-        found.setdefault(_edit_distance(plain(word), plain(name)), []).append(name)
+        plain = name.lower().replace("-", "").replace("_", "")
+        # Rows of the table of edit distances: insertions, deletions, replacements and swaps of neighbouring letters.
+        rows = [list(range(len(plain) + 1))]
+        for i, letter in enumerate(typed):
+            rows.append([i + 1])
+            for j, opposite in enumerate(plain):
+                costs = [rows[-2][j] + (letter != opposite), rows[-2][j + 1] + 1, rows[-1][j] + 1]
+                if i and j and typed[i - 1:i + 1] == opposite + plain[j - 1]:
+                    costs.append(rows[-3][j - 1] + 1)
+                rows[-1].append(min(costs))
+        found.setdefault(rows[-1][-1], []).append(name)
     least = min(found, default=99)
-    return f"did you mean {' or '.join(found[least])}?" if least <= min(2, len(plain(word)) // 4) else ""
-
-
-def _edit_distance(one: str, other: str) -> int:
-    """Number of insertions, deletions, replacements and swaps of neighbouring letters."""
-    rows = [list(range(len(other) + 1))]
-    for i, letter in enumerate(one):
-        rows.append([i + 1])
-        for j, opposite in enumerate(other):
-            costs = [rows[-2][j] + (letter != opposite), rows[-2][j + 1] + 1, rows[-1][j] + 1]
-            if i and j and one[i - 1:i + 1] == opposite + other[j - 1]:
-                costs.append(rows[-3][j - 1] + 1)
-            rows[-1].append(min(costs))
-    return rows[-1][-1]
+    return f"did you mean {' or '.join(found[least])}?" if least <= min(2, len(typed) // 4) else ""
 
 
 class StrictArgumentParser(argparse.ArgumentParser):
@@ -172,28 +166,3 @@ def run_command(main: Callable[[], None]) -> NoReturn:
         print(f"error: {what}: {type(error).__name__}: {error}; {remedy}", file=sys.stderr)
         code = 5
     sys.exit(code)
-
-
-class DocumentProgress:
-    """Counts documents and bytes, and reports their rate."""
-
-    def __init__(self, interval: int, documents: int = 0, size: int = 0) -> None:
-        """`documents` and `size` were done before by an interrupted process."""
-        self._interval, self._next = interval, documents + interval
-        self._start = time.monotonic()
-        self._before = documents, size
-        self.documents, self.bytes = documents, size
-
-    def add(self, documents: int, size: int) -> None:
-        """Print a line whenever another `interval` documents are complete (0: never)."""
-        self.documents += documents
-        self.bytes += size
-        if self._interval and self.documents >= self._next:
-            self._next = self.documents - self.documents % self._interval + self._interval
-            print(self, file=sys.stderr, flush=True)
-
-    def __str__(self) -> str:
-        seconds = max(time.monotonic() - self._start, 1e-9)
-        documents, size = self.documents - self._before[0], self.bytes - self._before[1]
-        return (f"{self.documents} documents in {seconds:.1f} s: {documents / seconds:.0f} documents/s, "
-                f"{size / seconds / 1e6:.2f} MB/s")

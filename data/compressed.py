@@ -16,7 +16,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from functools import partial
-from typing import Any, BinaryIO, cast
+from typing import Any, cast
 
 from data.storage import DataError
 
@@ -54,13 +54,8 @@ class _GzipDecompressor:
         self._inflate = zlib.decompressobj(wbits=31)
         self.needs_input = True
 
-    @property
-    def eof(self) -> bool:
-        return self._inflate.eof
-
-    @property
-    def unused_data(self) -> bytes:
-        return self._inflate.unused_data
+    def __getattr__(self, name: str) -> Any:  # eof, unused_data
+        return getattr(self._inflate, name)
 
     def decompress(self, data: bytes, max_length: int = 0, /) -> bytes:
         found = self._inflate.decompress(self._inflate.unconsumed_tail + data, max_length)
@@ -68,8 +63,8 @@ class _GzipDecompressor:
         return found
 
 
-def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], _GzipDecompressor | lzma.LZMADecompressor],
-                         padding_unit: int) -> Iterator[bytes]:
+def _decompressed_blocks(file: io.RawIOBase, new_decompressor: Callable[[], Any], padding_unit: int
+                         ) -> Iterator[bytes]:
     """The content of all streams of a file in blocks; after the last block before damage `CorruptStreamError`. Zero
     padding between and after streams: any number of bytes for gzip, multiples of 4 for xz, none for zstd.
 
@@ -178,16 +173,6 @@ def open_decompressed(path: str, *, until_damage: bool = False) -> Iterator[Deco
             readable = _DecompressedBlocks(_decompressed_blocks(file, new_decompressor, padding_unit), until_damage)
         with DecompressedFile(readable, OUTPUT_BYTES) as buffered:
             yield buffered
-
-
-def skip_line(file: BinaryIO, size: int = 1 << 20) -> int:
-    """Read to the end of the line, `size` bytes at a time; returns the number of bytes."""
-    skipped = 0
-    while part := file.readline(size):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
 
 
 def find_damage(path: str) -> CorruptStreamError | None:

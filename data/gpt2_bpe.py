@@ -16,7 +16,7 @@ import json
 import re
 import tempfile
 from collections import defaultdict
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from contextlib import suppress
 from functools import cache, cached_property
 from pathlib import Path
@@ -148,42 +148,33 @@ def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
                            alphabet: Collection[str]) -> tuple[str, dict[str, Any]]:
     """(text of a merges file, token -> id); DataError names every setting that differs from GPT-2."""
     try:
-        differences = list(_differences_from_gpt2(tokenizer_json, alphabet))
-        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in tokenizer_json["model"]["merges"]]
-        vocabulary = {**tokenizer_json["model"]["vocab"],
-                      **{one["content"]: one["id"] for one in tokenizer_json.get("added_tokens") or ()}}
+        model, before = tokenizer_json["model"], tokenizer_json.get("pre_tokenizer") or {}
+        added = {one["content"]: one["id"] for one in tokenizer_json.get("added_tokens") or ()}
+        differences = [] if model.get("type") == "BPE" else [f"its model is {model.get('type')}"]
+        differences += [f"{name} {model[name]!r}" for name in UNSUPPORTED_BPE_SETTINGS if model.get(name)]
+        merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
+        vocabulary = {**model["vocab"], **added}
+        if missing := sum(letter not in model["vocab"] for letter in alphabet):
+            differences.append(f"{missing} of the 256 bytes are not in its vocabulary")
+        if tokenizer_json.get("normalizer"):
+            differences.append(f"a normalizer, {tokenizer_json['normalizer'].get('type')}")
+        if before.get("type") != "ByteLevel":
+            differences.append(f"its pre_tokenizer is {before.get('type')}")
+        elif before.get("add_prefix_space", True) or not before.get("use_regex", True):
+            differences.append("its ByteLevel has add_prefix_space, or not GPT-2's pattern (use_regex)")
+        if (tokenizer_json.get("post_processor") or {}).get("type", "ByteLevel") != "ByteLevel":
+            differences.append(f"a post_processor, {tokenizer_json['post_processor']['type']}")
+        if END_OF_TEXT not in vocabulary:
+            differences.append(f"no {END_OF_TEXT}")
+        differences += [f"a token {text!r} beside the merges" for text in added if text != END_OF_TEXT]
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a tokenizer.json that can be read ({error!r}); {TOKENIZER_HINT}") from error
     made = {*alphabet, *("".join(pair.split(" ")) for pair in merges), END_OF_TEXT}
-    others = [token for token in vocabulary if token not in made]
-    if others:
+    if others := [token for token in vocabulary if token not in made]:
         differences.append(f"{len(others)} tokens that no merge makes, {others[0]!r} for one")
     if differences:
         raise DataError(f"{path} is not GPT-2's kind of byte-level BPE: {'; '.join(differences)}; {TOKENIZER_HINT}")
     return "#version: 0.2\n" + "".join(f"{pair}\n" for pair in merges), vocabulary
-
-
-def _differences_from_gpt2(tokenizer_json: Mapping[str, Any], alphabet: Collection[str]) -> Iterator[str]:
-    model, before = tokenizer_json["model"], tokenizer_json.get("pre_tokenizer") or {}
-    if model.get("type") != "BPE":
-        yield f"its model is {model.get('type')}"
-        return
-    yield from (f"{name} {model[name]!r}" for name in UNSUPPORTED_BPE_SETTINGS if model.get(name))
-    missing = sum(letter not in model["vocab"] for letter in alphabet)
-    if missing:
-        yield f"{missing} of the 256 bytes are not in its vocabulary"
-    if tokenizer_json.get("normalizer"):
-        yield f"a normalizer, {tokenizer_json['normalizer'].get('type')}"
-    if before.get("type") != "ByteLevel":
-        yield f"its pre_tokenizer is {before.get('type')}"
-    elif before.get("add_prefix_space", True) or not before.get("use_regex", True):
-        yield "its ByteLevel has add_prefix_space, or not GPT-2's pattern (use_regex)"
-    if (tokenizer_json.get("post_processor") or {}).get("type", "ByteLevel") != "ByteLevel":
-        yield f"a post_processor, {tokenizer_json['post_processor']['type']}"
-    special = [one["content"] for one in tokenizer_json.get("added_tokens") or ()]
-    if END_OF_TEXT not in (*special, *model["vocab"]):
-        yield f"no {END_OF_TEXT}"
-    yield from (f"a token {text!r} beside the merges" for text in special if text != END_OF_TEXT)
 
 
 def byte_alphabet() -> dict[str, int]:

@@ -12,7 +12,6 @@ import struct
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property
 from pathlib import Path
@@ -113,11 +112,9 @@ class RowFile:
         return values if len(self.shape) > 1 else values[0]
 
 
-@dataclass(frozen=True)
-class EpochIndex:
-    documents: NDArray[np.integer] | RowFile  # document numbers in shuffled order
-    # [samples, 2]: position in `documents` and offset of the first token, in sample order.
-    starts: NDArray[np.integer] | RowFile
+# Of one epoch: document numbers in shuffled order; and [samples, 2], in sample order: position of the first document in
+# that array, and offset of the first token in it.
+EpochIndex = tuple[NDArray[np.integer] | RowFile, NDArray[np.integer] | RowFile]
 
 
 class EpochCache:
@@ -152,11 +149,11 @@ class EpochCache:
         return content_digest([self._sizes.tobytes(), self._documents.tobytes(),
                                repr((self._seq_length, self._seed, ROW_FILE_VERSION)).encode()])
 
-    def _build(self, epoch: int) -> EpochIndex:
+    def _build(self, epoch: int) -> tuple[NDArray[np.integer], NDArray[np.integer]]:
         """Shuffle documents, cut samples, shuffle samples."""
         order = self._documents[epoch_permutation(len(self._documents), self._seed, epoch, stream=0)]
         starts = sample_starts(self._sizes, order, self._seq_length)
-        return EpochIndex(order, starts[epoch_permutation(len(starts), self._seed, epoch, stream=1)])
+        return order, starts[epoch_permutation(len(starts), self._seed, epoch, stream=1)]
 
     def _load_or_build(self, epoch: int, folder: Path) -> EpochIndex:
         names = [f"{self._content_name}-{epoch}-{what}" for what in ("documents", "starts")]
@@ -164,11 +161,10 @@ class EpochCache:
         if not all(path.exists() for path in paths):
             with prefix_storage_errors("--data-cache-path"), wait_for_lock(folder / f".{self._content_name}.lock"):
                 if not all(path.exists() for path in paths):
-                    index = self._build(epoch)
-                    for path, name, values in zip(paths, names, (index.documents, index.starts)):
-                        assert isinstance(values, np.ndarray), "made just now"
+                    for path, name, values in zip(paths, names, self._build(epoch)):
                         write_row_file(path, name, values)
-        return EpochIndex(*map(RowFile, paths, names))
+        documents, starts = map(RowFile, paths, names)
+        return documents, starts
 
 
 Sample = NDArray[np.int64]
@@ -211,12 +207,12 @@ class GPT2Dataset(Dataset):
     def __getitem__(self, index: int) -> Sample:
         number, phase = divmod(int(index), self.samples_per_epoch)
         with prefix_data_errors(self._flag):
-            epoch = self._epochs[number]
-            position, offset = map(int, epoch.starts[phase])
+            documents, starts = self._epochs[number]
+            position, offset = map(int, starts[phase])
             sample = np.empty(self.seq_length + 1, np.int64)
             filled = 0
             while filled < len(sample):
-                ids = self._corpus.document(int(epoch.documents[position]), offset, offset + len(sample) - filled)
+                ids = self._corpus.document(int(documents[position]), offset, offset + len(sample) - filled)
                 sample[filled:filled + len(ids)] = ids
                 filled += len(ids)
                 position, offset = position + 1, 0

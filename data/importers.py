@@ -22,7 +22,7 @@ import numpy as np
 
 from data.cli import StrictArgumentParser, run_command
 from data.compressed import is_compressed, read_errors_for
-from data.indexed import BLOCK_ENTRIES
+from data.indexed import BLOCK_ENTRIES, StableFile
 from data.input_files import kind_of
 from data.preprocess import OTHER_PREFIX_HINT, add_tokenizer_arguments, build_tokenizer
 from data.storage import DataError, change_detector, check_is_file, check_outputs_are_not_inputs, make_folder
@@ -96,9 +96,10 @@ def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
     return TokenFile(name, start, (size - start) // TOKEN_DTYPE.itemsize, first, last)
 
 
-def order_warnings(files: Sequence[TokenFile], eod: int) -> list[str]:
+def order_warnings(inputs: Sequence[str | os.PathLike[str]], eod: int) -> list[str]:
     """Warnings that the files may not be one stream in order, at most one of each kind."""
-    first, warnings = files[0], dict[str, str]()
+    files, warnings = [inspect_token_file(path) for path in inputs], dict[str, str]()
+    first = files[0]
     if first.tokens_offset and first.first_token != eod:
         warnings["start"] = (
             f"{first.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
@@ -131,33 +132,25 @@ def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: To
     read = document_start = 0  # tokens read; start of the current document
     after = 0 if files[0].first_token == tokenizer.eod else 1  # 1: cut after the end-of-document id; 0: before it
     for file in files:
-        left = file.num_tokens
         with read_errors_for(file.path):
-            opened = open(file.path, "rb", buffering=0)
-            opened.seek(file.tokens_offset)
-        with opened:
-            while True:
-                with read_errors_for(file.path):
-                    ids = np.fromfile(opened, TOKEN_DTYPE, min(BLOCK_ENTRIES, left))
-                if not len(ids):
-                    break
-                if int(ids.max()) >= tokenizer.vocab_size:
-                    at = int((ids >= tokenizer.vocab_size).argmax())
-                    raise DataError(
-                        f"{file.path}: token {file.num_tokens - left + at} (of {file.num_tokens}, from 0): expected "
-                        f"an id from 0 to {tokenizer.vocab_size - 1}, found {ids[at]}; {OTHER_TOKENIZER_HINT}")
-                cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
-                cuts = cuts[cuts > document_start]
-                sizes = np.diff(cuts, prepend=document_start)
-                read, left = read + len(ids), left - len(ids)
-                document_start = int(cuts[-1]) if len(cuts) else document_start
-                if max(sizes.max(initial=0), read - document_start) > MAX_DOCUMENT_TOKENS:
-                    raise DataError(
-                        f"{file.path}: a document that ends here, or goes on, has more than {MAX_DOCUMENT_TOKENS} "
-                        f"tokens: expected the end-of-document id {tokenizer.eod} between documents; "
-                        f"{OTHER_TOKENIZER_HINT}")
-                writer.add_tokens(ids)
-                writer.add_sizes(sizes)
+            source = StableFile(file.path)
+        for at in range(0, file.num_tokens, BLOCK_ENTRIES):
+            ids = source.read(file.tokens_offset + at * TOKEN_DTYPE.itemsize, min(BLOCK_ENTRIES, file.num_tokens - at),
+                              TOKEN_DTYPE)
+            if int(ids.max()) >= tokenizer.vocab_size:
+                bad = int((ids >= tokenizer.vocab_size).argmax())
+                raise DataError(f"{file.path}: token {at + bad} (of {file.num_tokens}, from 0): expected an id from 0 "
+                                f"to {tokenizer.vocab_size - 1}, found {ids[bad]}; {OTHER_TOKENIZER_HINT}")
+            cuts = read + after + np.flatnonzero(ids == tokenizer.eod)
+            cuts = cuts[cuts > document_start]
+            sizes = np.diff(cuts, prepend=document_start)
+            read += len(ids)
+            document_start = int(cuts[-1]) if len(cuts) else document_start
+            if max(sizes.max(initial=0), read - document_start) > MAX_DOCUMENT_TOKENS:
+                raise DataError(f"{file.path}: a document that ends here, or goes on, has more than "
+                                f"{MAX_DOCUMENT_TOKENS} tokens: expected the end-of-document id {tokenizer.eod} "
+                                f"between documents; {OTHER_TOKENIZER_HINT}")
+            writer.add_documents(ids, sizes)
     writer.add_sizes([read - document_start] if read > document_start else [])
 
 
@@ -168,7 +161,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     add_tokenizer_arguments(parser)
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(args)
-    for line in order_warnings(list(map(inspect_token_file, args.input)), tokenizer.eod):
+    for line in order_warnings(args.input, tokenizer.eod):
         print(f"warning: {line}", file=sys.stderr, flush=True)
     print(import_tokens(args.input, args.output_prefix, tokenizer))
 

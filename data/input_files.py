@@ -30,14 +30,10 @@ SHARD_PATH_PATTERN = re.compile(rf"(?:[^/.][^/]*/)?{SHARD_PATTERN.pattern}")
 
 def check_stage_shards(paths: Iterable[str | os.PathLike[str]]) -> None:
     """Check the SHA-256 of those paths that are shards of a stage; the others are the user's own files."""
-    records_of, expected = cache(read_shard_records), {}
+    shards_of, expected = cache(recorded_shards), dict[str, str | None]()
     for path in map(Path, paths):
         if SHARD_PATTERN.fullmatch(path.name) and path.is_file():  # a pipe can be read only once
-            place = Path(os.path.abspath(path))
-            shard = (records_of(place.parent) or {}).get(place.name) or (records_of(place.parent.parent) or {}).get(
-                f"{place.parent.name}/{place.name}")
-            if shard is not None:
-                _, expected[str(path)] = shard
+            _, expected[str(path)] = (shards_of(path.parent) or {}).get(str(path), (None, None))
     check_sha256(expected)
 
 
@@ -82,19 +78,25 @@ def read_shard_records(folder: Path) -> dict[str, tuple[int | None, str]] | None
         raise DataError(f"{folder / STAGE_FILE}: not the record of a stage ({error}); run its command again") from error
 
 
-def shards_of_folder(folder: Path) -> dict[str, tuple[int | None, str]] | None:
-    """Path -> (size, SHA-256) of the shards that a folder stands for: a stage's, or one part of a split. Raises unless
-    each exists with its size, and no unlisted shard does. None for any other folder."""
+def recorded_shards(folder: Path) -> dict[str, tuple[int | None, str]] | None:
+    """Path -> (size, SHA-256) of the shards of a stage, or of one part of a split; None for any other folder."""
     shards = read_shard_records(folder)
     if shards is None:
-        if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
-            raise DataError(f"{folder}: this stage is not complete; run its command again first")
         part = Path(os.path.abspath(folder))
         of_stage = read_shard_records(part.parent) or {}
         shards = {name.partition("/")[2]: shard for name, shard in of_stage.items() if name.startswith(f"{part.name}/")}
         if not shards:
             return None
-    found = {str(folder / name): shard for name, shard in shards.items()}
+    return {str(folder / name): shard for name, shard in shards.items()}
+
+
+def shards_of_folder(folder: Path) -> dict[str, tuple[int | None, str]] | None:
+    """`recorded_shards`; raises unless each exists with its size, and no unlisted shard does."""
+    found = recorded_shards(folder)
+    if found is None:
+        if (folder / WORK_FOLDER).is_dir() and (folder / ".lock").exists():
+            raise DataError(f"{folder}: this stage is not complete; run its command again first")
+        return None
     for path, (expected, _) in found.items():
         size = os.path.getsize(path) if os.path.isfile(path) else None
         if size is None or expected not in (None, size):

@@ -1,8 +1,8 @@
 """An ordered map over processes that keeps the order, does not hang on a dead worker, and leaves no worker behind.
 
-Each worker has its own pipe and one item at a time; a free worker gets the next item. Results wait for their turn, and
-if many do, no new item is sent. A worker that dies closes its pipe, which raises at once; `multiprocessing.Pool` would
-wait forever. A worker whose parent dies sees its pipe close and exits.
+Each worker has its own pipe and one item at a time, for which a thread waits; a free worker gets the next item. Results
+wait for their turn, and if many do, no new item is sent. A worker that dies closes its pipe, which raises an error;
+`multiprocessing.Pool` would wait forever. A worker whose parent dies sees its pipe close and exits.
 """
 
 from __future__ import annotations
@@ -12,17 +12,18 @@ import os
 import resource
 import signal
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
-from multiprocessing.connection import Connection, wait
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from multiprocessing.connection import Connection
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, TypeVar
 
 from data.storage import ResumableError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
-WorkerResult = tuple[Any, Exception | None]
 
 MAX_PENDING_PER_WORKER = 4  # items per worker that are in progress or wait for their turn
 
@@ -34,70 +35,45 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
         return
     # Spawned, not forked: the caller may have threads, and a forked child would inherit the pipes of the others.
     context = multiprocessing.get_context("spawn")
-    pipes: list[Connection] = []
     processes = []
-    try:
-        for _ in range(workers):
-            ours, theirs = context.Pipe()
-            process = context.Process(target=_worker_loop, args=(theirs,), daemon=True)
-            process.start()
-            theirs.close()
-            pipes.append(ours)
-            processes.append(process)
-        for pipe in pipes:  # after all have started: a large function is received once a worker runs
-            with _report_dead_worker():
+    new, free = set[Connection](), SimpleQueue[Connection]()  # pipes to workers: without the function, without an item
+    pending = deque[Future[Any]]()
+
+    def call(pipe: Connection, item: Item) -> Any:
+        try:
+            if pipe in new:  # not an argument of the process: all start before the first has received a large function
+                new.discard(pipe)
                 pipe.send(function)
-        yield from _results_in_order(items, pipes)
-    finally:
-        for pipe in pipes:
-            pipe.close()
-        for process in processes:
-            process.terminate()
-            process.join()
+            pipe.send(item)
+            result, error = pipe.recv()
+        except (EOFError, OSError) as gone:
+            raise ResumableError("a worker process died; out of memory, perhaps: fewer --workers need less") from gone
+        finally:
+            free.put(pipe)
+        if error is not None:
+            raise error
+        return result
 
-
-def _results_in_order(items: Iterable[Any], pipes: Sequence[Connection]) -> Iterator[Any]:
-    free, busy = deque(pipes), dict[Connection, int]()
-    finished: dict[int, WorkerResult] = {}
-    num_sent = next_result = 0  # items sent, results yielded
-
-    def collect() -> None:
-        for pipe in wait(list(busy)):
-            assert isinstance(pipe, Connection)
-            with _report_dead_worker():
-                finished[busy.pop(pipe)] = pipe.recv()
-            free.append(pipe)
-
-    def results(most: int) -> Iterator[Any]:
-        """Results in order; waits while more than `most` items are outstanding."""
-        nonlocal next_result
-        while next_result in finished or num_sent - next_result > most:
-            if next_result in finished:
-                result, error = finished.pop(next_result)
-                if error is not None:
-                    raise error
-                yield result
-                next_result += 1
-            else:
-                collect()
-
-    for item in items:
-        if not free:
-            collect()
-        busy[pipe := free.popleft()] = num_sent
-        with _report_dead_worker():
-            pipe.send(item)  # before yielding, so that the worker is busy meanwhile
-        num_sent += 1
-        yield from results(MAX_PENDING_PER_WORKER * len(pipes))
-    yield from results(0)
-
-
-@contextmanager
-def _report_dead_worker() -> Iterator[None]:
-    try:
-        yield
-    except (EOFError, OSError) as gone:
-        raise ResumableError("a worker process died; out of memory, perhaps: fewer --workers need less") from gone
+    with ThreadPoolExecutor(workers, "worker-pipe") as threads:
+        try:
+            for _ in range(workers):
+                ours, theirs = context.Pipe()
+                process = context.Process(target=_worker_loop, args=(theirs,), daemon=True)
+                process.start()
+                theirs.close()
+                new.add(ours)
+                free.put(ours)
+                processes.append(process)
+            for item in items:
+                pending.append(threads.submit(call, free.get(), item))
+                while pending and (pending[0].done() or len(pending) > MAX_PENDING_PER_WORKER * workers):
+                    yield pending.popleft().result()
+            while pending:
+                yield pending.popleft().result()
+        finally:
+            for process in processes:
+                process.terminate()  # which ends the threads that wait for it
+                process.join()
 
 
 def _worker_loop(pipe: Connection) -> None:
@@ -107,7 +83,7 @@ def _worker_loop(pipe: Connection) -> None:
             pipe.send(_call_function(function, pipe.recv()))
 
 
-def _call_function(function: Callable[[Any], object], item: object) -> WorkerResult:
+def _call_function(function: Callable[[Any], object], item: object) -> tuple[Any, Exception | None]:
     try:
         return function(item), None
     except Exception as error:

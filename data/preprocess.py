@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import sys
+import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
 from dataclasses import asdict, dataclass, field, replace
@@ -19,14 +20,14 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.cli import DocumentProgress, StrictArgumentParser, format_count, positive, run_command, size
+from data.cli import StrictArgumentParser, format_count, positive, run_command, size
 from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
 from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
                           file_stamp, make_folder)
-from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, DamagedRest, MalformedDocument, Separator,
-                             count_lines, parse_lines, parse_texts, read_line_chunks, read_text_chunks)
+from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, Separator, parse_lines, parse_texts,
+                             read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 
@@ -34,7 +35,7 @@ RESUME_POINT_BYTES = 1 << 28  # bytes of text between two resume points: about h
 
 OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
 
-REVISION = 2  # increment it when the same text would give other chunks or tokens
+REVISION = 3  # increment it when the same text would give other chunks or tokens
 
 
 @dataclass(frozen=True)
@@ -58,136 +59,135 @@ class EncodedChunk:
     tokens: NDArray[np.integer]
     # Tokens of each document that ends in this chunk; tokens of an unfinished document follow them.
     sizes: NDArray[np.int64]
-    chunk: Chunk
-    lines: int
-    malformed: list[MalformedDocument]
+    chunk: Chunk  # without its bytes
+    malformed: int  # documents that are left out, or the rest of a damaged file
     first_is_malformed: bool  # the continued part at its start is malformed, and so the whole document
     last_is_malformed: bool  # the unfinished part at its end is malformed
 
 
-def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions) -> EncodedChunk:
-    """Tokenize the documents of a chunk; malformed ones are left out and listed."""
+def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
+                 skip_malformed: bool = False) -> EncodedChunk:
+    """Tokenize the documents of a chunk; malformed ones are errors, or left out."""
     end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # concatenate needs at least one
-    sizes, malformed = [], []
-    data = chunk.read()
-    are_well_formed = []
-    texts = (parse_texts(chunk, data, reading.separator, reading.max_document_bytes)
+    sizes, are_well_formed = [], []
+    texts = (parse_texts(chunk, reading.separator, reading.max_document_bytes)
              if kind_of(chunk.path) == PLAIN_TEXT else
-             (text for _, text in parse_lines(chunk, data, reading.json_key, reading.max_document_bytes)))
+             (text for _, text in parse_lines(chunk, reading.json_key, reading.max_document_bytes)))
     for text in texts:
-        are_well_formed.append(not isinstance(text, MalformedDocument))
-        if isinstance(text, MalformedDocument):
-            malformed.append(text)
-        else:
+        are_well_formed.append(isinstance(text, str))
+        if isinstance(text, str):
             ids = tokenizer.encode_array(text)
             pieces += (ids, end)
             sizes.append(len(ids) + len(end))
+        elif not skip_malformed:
+            raise text.to_error()
+    if chunk.damage:
+        if not skip_malformed:
+            raise DataError(chunk.damage)
+        are_well_formed.append(False)
     if chunk.ends_inside_document and sizes:
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), count_lines(data),
-                        malformed, chunk.starts_inside_document and not are_well_formed[0],
+    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), are_well_formed.count(False),
+                        chunk.starts_inside_document and not are_well_formed[0],
                         chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
 
 def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
                  options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
-                 log_interval: int = 0) -> tuple[DocumentProgress, int]:
+                 log_interval: int = 0) -> tuple[PreprocessProgress, int]:
     """Write the corpus of some files; returns (progress, number of skipped documents). A malformed document, or the
-    rest of a damaged file, raises an error with its line, unless `skip_malformed`."""
+    rest of a damaged file, raises an error with its line, unless `skip_malformed`. A line is printed after every
+    `log_interval` documents (0: never)."""
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
-    key = _resume_key(inputs, tokenizer, options, skip_malformed)
+    # What an interrupted run has to have in common with this one, files by size and times; a pipe cannot be read again.
+    stamps = [file_stamp(path) for path in inputs]
+    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
+             str(options.max_document_bytes), str(skip_malformed),
+             *(f"{os.path.abspath(path)} {stamp}" for path, stamp in zip(inputs, stamps)))
+    key = None if None in stamps else content_digest(map(os.fsencode, words))
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs)
-    encode = partial(encode_chunk, tokenizer=tokenizer, reading=options)
+    encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
     limit = options.max_document_bytes
     chunks = chain.from_iterable(
         read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
         if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
-        position = PreprocessPosition(**(writer.resumed_state or {}))
-        if position.chunks:
-            print(f"{os.fspath(prefix)}: going on after {format_count(position.documents, 'document')} of an "
+        progress = PreprocessProgress(**(writer.resumed_state or {}))
+        if progress.chunks:
+            print(f"{os.fspath(prefix)}: going on after {format_count(progress.documents, 'document')} of an "
                   "interrupted run", file=sys.stderr, flush=True)
-        progress, resume_point = DocumentProgress(log_interval, position.documents, position.bytes), position.bytes
-        for encoded in ordered_map(encode, islice(chunks, position.chunks, None), workers):
-            position.lines *= encoded.chunk.offset > 0
-            position.of_file *= encoded.chunk.offset > 0
-            if encoded.malformed and not skip_malformed:
-                raise encoded.malformed[0].to_error(position.lines)
-            ended = position.write_chunk(encoded, writer)
-            position.of_file += ended
-            position.damaged += [
-                f"{fault.to_error(position.lines)}; before the damage: {format_count(position.of_file, 'document')}"
-                for fault in encoded.malformed if isinstance(fault, DamagedRest)]
-            position.lines += encoded.lines
-            progress.add(ended, encoded.chunk.end - encoded.chunk.offset)
-            position.chunks += 1
-            position.documents, position.bytes = progress.documents, progress.bytes
-            if position.bytes - resume_point >= RESUME_POINT_BYTES:
-                writer.save_resume_point(asdict(position))
-                resume_point = position.bytes
+        start, before, resume_point = time.monotonic(), (progress.documents, progress.bytes), progress.bytes
+        for encoded in ordered_map(encode, islice(chunks, progress.chunks, None), workers):
+            old_documents = progress.documents
+            progress.write_chunk(encoded, writer)
+            if log_interval and progress.documents // log_interval > old_documents // log_interval:
+                print(progress.rate_since(start, *before), file=sys.stderr, flush=True)
+            if progress.bytes - resume_point >= RESUME_POINT_BYTES:
+                writer.save_resume_point(asdict(progress))
+                resume_point = progress.bytes
+        progress.rate = progress.rate_since(start, *before)
         check_unchanged()
-        if position.skipped and not writer.tokens:
-            raise DataError(f"{os.fspath(prefix)}: no tokens: {format_count(position.skipped, 'malformed document')} "
+        if progress.skipped and not writer.tokens:
+            raise DataError(f"{os.fspath(prefix)}: no tokens: {format_count(progress.skipped, 'malformed document')} "
                             "skipped, and no text beside; without --on-error skip the first is named")
-    for damage in position.damaged:
+    for damage in progress.damaged:
         print(f"skipped the rest of a file: {escape_to_one_line(damage)}", file=sys.stderr)
-    return progress, position.skipped
+    return progress, progress.skipped
 
 
 @dataclass
-class PreprocessPosition:
+class PreprocessProgress:
     """How far a corpus is: the state for a process that resumes it."""
 
     chunks: int = 0  # chunks of all files done; files are always cut alike
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
-    lines: int = 0  # lines of the current file before the next chunk
-    of_file: int = 0  # documents kept of the current file
+    documents_of_file: int = 0  # documents kept of the current file
     begun: int = 0  # tokens so far of a document that continues in the next chunk
     before: tuple[int, ...] = ()  # savepoint of the corpus at the start of that document
     # A part of that document was malformed: its other parts are dropped, and it is already counted.
     is_refused: bool = False
     damaged: list[str] = field(default_factory=list)  # messages for the end: files whose rest was skipped
+    rate: str = ""  # for the user, at the end
 
-    def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> int:
-        """Write the documents of a chunk, or its part of one, without malformed ones; returns how many end in it."""
-        tokens, sizes = encoded.tokens, encoded.sizes
-        self.skipped += len(encoded.malformed) - (encoded.first_is_malformed and self.is_refused)
+    def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> None:
+        """Write the documents of a chunk, or its part of one, without malformed ones."""
+        chunk, tokens, sizes = encoded.chunk, encoded.tokens, encoded.sizes
+        self.skipped += encoded.malformed - (encoded.first_is_malformed and self.is_refused)
         if encoded.first_is_malformed and self.begun:
             writer.rollback_to(self.before)
             self.begun = 0
-        elif self.is_refused and encoded.chunk.starts_inside_document and not encoded.first_is_malformed:
+        elif self.is_refused and chunk.starts_inside_document and not encoded.first_is_malformed:
             # a valid part of a malformed document
             first = int(sizes[0]) if len(sizes) else len(tokens)
             tokens, sizes = tokens[first:], sizes[1:]
         ended = int(sizes.sum())
         sizes[:1] += self.begun
         writer.add_documents(tokens[:ended], sizes)
-        if not (encoded.chunk.starts_inside_document and encoded.chunk.ends_inside_document):
+        if not (chunk.starts_inside_document and chunk.ends_inside_document):
             self.begun, self.before, self.is_refused = 0, writer.savepoint(), False
         self.is_refused |= encoded.last_is_malformed
         writer.add_tokens(tokens[ended:])
         self.begun += len(tokens) - ended
-        return len(sizes)
+        self.documents_of_file = self.documents_of_file * (chunk.offset > 0) + len(sizes)
+        if chunk.damage:
+            self.damaged.append(
+                f"{chunk.damage}; before the damage: {format_count(self.documents_of_file, 'document')}")
+        self.chunks += 1
+        self.documents += len(sizes)
+        self.bytes += chunk.size
 
-
-def _resume_key(inputs: Sequence[str | Path], tokenizer: Tokenizer, options: TextReadOptions,
-                skip_malformed: bool) -> str | None:
-    """Digest of all that decides the tokens, files by size and times; None for a pipe, which cannot be read again."""
-    states = [file_stamp(path) for path in inputs]
-    if None in states:
-        return None
-    files = (f"{os.path.abspath(path)} {state}" for path, state in zip(inputs, states))
-    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
-             str(options.max_document_bytes), str(skip_malformed), *files)
-    return content_digest(map(os.fsencode, words))
+    def rate_since(self, start: float, documents_before: int, bytes_before: int) -> str:
+        seconds = max(time.monotonic() - start, 1e-9)
+        return (f"{self.documents} documents in {seconds:.1f} s: {(self.documents - documents_before) / seconds:.0f} "
+                f"documents/s, {(self.bytes - bytes_before) / seconds / 1e6:.2f} MB/s")
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -246,7 +246,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                               args.max_document_bytes)
     progress, skipped = build_corpus(files, args.output_prefix, tokenizer, options, workers=args.workers,
                                      skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
-    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress}; "
+    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress.rate}; "
           f"{format_count(skipped, 'malformed document')} skipped", file=sys.stderr)
 
 

@@ -21,7 +21,7 @@ from typing import Any
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
-from data.importers import import_tokens, inspect_token_file, order_warnings
+from data.importers import import_tokens, order_warnings
 from data.indexed import IndexedCorpus
 from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
@@ -129,7 +129,7 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
                 build_corpus(found.files, prefix, tokenizer, options)
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
     # At every start, and not only when it is built:
-    warnings = order_warnings(list(map(inspect_token_file, found.files)), tokenizer.eod) if are_tokens else []
+    warnings = order_warnings(found.files, tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
     files = format_count(len(found.files), "file of tokens" if are_tokens else "file")
     summary = (f"{source}: {files}{f' ({empty} empty)' if empty else ''}, "
@@ -180,17 +180,6 @@ class Datasets:
             (part.fingerprint if part else "none").encode() for part in (self.train, self.valid, self.test))
 
 
-@dataclass(frozen=True)
-class DocumentRange:
-    """A range of documents of a source."""
-
-    source: str
-    corpus: IndexedCorpus
-    documents: range
-    weight: Fraction | None
-    flag: str
-
-
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
                   cache_path: str | None = None, mock: bool = False, json_key: str = "text",
@@ -212,23 +201,27 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
                          "its own, so nothing reads --train-data: expected a first number above 0")
     notes: list[str] = []
     corpora: dict[str, IndexedCorpus] = {}
-    ranges_of: dict[str, list[DocumentRange]] = {part: [] for part in PARTS}
-    for part, words in words_of.items():
-        flag, into = f"--{part}-data", split_parts if part == "train" else [part]
-        for name, weight in parse_sources(words, flag):
+    datasets: dict[str, Dataset | None] = {}
+    for place, part in enumerate(PARTS):
+        is_cut = part == "train" or not words_of[part]
+        words, flag = (train_data, "--train-data") if is_cut else (words_of[part], f"--{part}-data")
+        pieces, weights = list[GPT2Dataset](), list[Fraction]()
+        for name, weight in parse_sources(words, flag) if not is_cut or part in split_parts else ():
             if name not in corpora:
                 corpora[name] = _open_source(name, flag, tokenizer, read_options, cache_path, notes)
-            cuts = split_documents([shares[one] or Fraction(1) for one in into], corpora[name].num_documents)
-            for one, documents in zip(into, cuts):
-                ranges_of[one].append(DocumentRange(name, corpora[name], documents, weight, flag))
-    datasets: dict[str, Dataset | None] = {}
-    for place, (part, ranges) in enumerate(ranges_of.items()):
-        if part != "train" and not words_of[part]:  # what --split leaves too small is only absent, with a note
-            ranges = [piece for piece in ranges if _fills_a_sample(piece, part, split, seq_length, notes)]
-        # Distinct seeds: corpora of equal sizes must not be shuffled alike, nor evaluation like training.
-        pieces = [GPT2Dataset(piece.corpus, piece.documents, seq_length, seed + place + len(PARTS) * k, part,
-                              cache_path, tokenizer.vocab_size, piece.flag) for k, piece in enumerate(ranges)]
-        weights = [piece.weight or Fraction(dataset.samples_per_epoch) for piece, dataset in zip(ranges, pieces)]
+            corpus = corpora[name]
+            documents = range(corpus.num_documents)
+            if is_cut:
+                cuts = split_documents([shares[one] for one in split_parts], len(documents))
+                documents = cuts[split_parts.index(part)]
+                if part != "train" and (why := _too_small(corpus, documents, name, part, seq_length)):
+                    notes.append(f"{part}: --split {split} {why}")
+                    continue
+            # Distinct seeds: corpora of equal sizes must not be shuffled alike, nor evaluation like training.
+            dataset = GPT2Dataset(corpus, documents, seq_length, seed + place + len(PARTS) * len(pieces), part,
+                                  cache_path, tokenizer.vocab_size, flag)
+            pieces.append(dataset)
+            weights.append(weight or Fraction(dataset.samples_per_epoch))
         datasets[part] = BlendedDataset(pieces, weights, part) if len(pieces) > 1 else next(iter(pieces), None)
     return Datasets(**datasets, notes=tuple(notes))
 
@@ -259,16 +252,14 @@ def _open_source(name: str, flag: str, tokenizer: Tokenizer, read_options: TextR
     return corpus
 
 
-def _fills_a_sample(piece: DocumentRange, part: str, split: str, seq_length: int, notes: list[str]) -> bool:
-    chosen, total = piece.documents, piece.corpus.num_documents
-    tokens = int(piece.corpus.sizes[chosen.start:chosen.stop].sum(dtype="int64"))
+def _too_small(corpus: IndexedCorpus, documents: range, source: str, part: str, seq_length: int) -> str:
+    """Why the documents that --split leaves for a part are not used, and what to do; "" if they fill a sample."""
+    tokens = int(corpus.sizes[documents.start:documents.stop].sum(dtype="int64"))
     if count_samples(tokens, seq_length):
-        return True
-    why = (f"leaves {len(chosen)} of the {format_count(total, 'document')} of {piece.source}, "
-           f"{format_count(tokens, 'token')}, and a sample needs {seq_length + 1}")
-    remedy = "a larger share in --split"
-    if total == 1 and not chosen:
-        why = f"cuts between documents, and {piece.source} is a single one"
-        remedy = "a --document-separator"
-    notes.append(f"{part}: --split {split} {why}: not used; give --{part}-data, or {remedy}")
-    return False
+        return ""
+    if corpus.num_documents == 1 and not documents:
+        return (f"cuts between documents, and {source} is a single one: not used; give --{part}-data, or a "
+                "--document-separator")
+    return (f"leaves {len(documents)} of the {format_count(corpus.num_documents, 'document')} of {source}, "
+            f"{format_count(tokens, 'token')}, and a sample needs {seq_length + 1}: not used; give --{part}-data, or a "
+            "larger share in --split")

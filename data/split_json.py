@@ -21,11 +21,9 @@ from pathlib import Path
 from data.cli import StrictArgumentParser, format_count, run_command, size
 from data.input_files import check_stage_shards, find_text_files
 from data.sampling import PARTS, parse_split
-from data.storage import (UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
-                          hold_writer_lock, make_folder, remove_stale_files, staged_file, stale_temporary_files,
-                          write_errors_for)
-from data.text_files import (MAX_DOCUMENT_BYTES, DamagedRest, MalformedDocument, count_lines, parse_lines,
-                             read_line_chunks)
+from data.storage import (DataError, UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
+                          hold_writer_lock, make_folder, remove_stale_files, staged_file, write_errors_for)
+from data.text_files import MAX_DOCUMENT_BYTES, parse_lines, read_line_chunks
 
 
 def part_of_text(text: str, ends: Sequence[int], seed: int) -> int:
@@ -47,29 +45,30 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
         raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "
                          "documents: remove it, or choose another --output-prefix")
-    skipped = before = kept_of_file = 0
+    skipped = kept_of_file = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # all files appear together at the end
         if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl")):
-            remove_stale_files(prefix, [left for path in paths.values() for left in stale_temporary_files(path)])
+            remove_stale_files(prefix, paths.values())
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
         for chunk in (chunk for path in inputs for chunk in read_line_chunks(path, limit=max_bytes)):
-            data = chunk.read()
-            before, kept_of_file = before * (chunk.offset > 0), kept_of_file * (chunk.offset > 0)
-            for line, text in parse_lines(chunk, data, key, max_bytes):
-                if not isinstance(text, MalformedDocument):
+            kept_of_file *= chunk.offset > 0
+            for line, text in parse_lines(chunk, key, max_bytes):
+                if isinstance(text, str):
                     name = PARTS[part_of_text(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
                     kept_of_file += 1
                 elif skip_malformed:
                     skipped += 1
-                    if isinstance(text, DamagedRest):
-                        print(f"skipped the rest of a file: {escape_to_one_line(text.to_error(before))}; before the "
-                              f"damage: {format_count(kept_of_file, 'document')}", file=sys.stderr)
                 else:
-                    raise text.to_error(before)
-            before += count_lines(data)
+                    raise text.to_error()
+            if chunk.damage:
+                if not skip_malformed:
+                    raise DataError(chunk.damage)
+                skipped += 1
+                print(f"skipped the rest of a file: {escape_to_one_line(chunk.damage)}; before the damage: "
+                      f"{format_count(kept_of_file, 'document')}", file=sys.stderr)
         check_unchanged()
         with write_errors_for(prefix):
             for file in files.values():  # a full disk fails here, before the old files are removed

@@ -16,7 +16,7 @@ import re
 import secrets
 import socket
 import sys
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from pathlib import Path
@@ -380,11 +380,13 @@ def hold_writer_lock(path: str | os.PathLike[str], name: str | os.PathLike[str] 
             yield lock.result is LockResult.ACQUIRED
 
 
-def remove_stale_files(name: str, paths: Iterable[Path], reason: str = "") -> None:
-    """Delete files of dead writers, found while holding the writer lock; prints a note."""
-    found = [(path, path.lstat().st_size) for path in paths]
-    for path, _ in found:
+def remove_stale_files(name: str, targets: Iterable[str | os.PathLike[str]], used: Collection[Path] = (),
+                       reason: str = "") -> None:
+    """Delete what dead writers of `targets` left, but for `used` files; prints a note. The caller has the lock."""
+    found = [path for target in targets for path in stale_temporary_files(target) if path not in used]
+    size = sum(path.lstat().st_size for path in found)
+    for path in found:
         path.unlink()
     if found:
-        print(f"{name}: removed what a process that ended early had left{reason} "
-              f"({sum(size for _, size in found) / 1e6:.1f} MB)", file=sys.stderr, flush=True)
+        print(f"{name}: removed what a process that ended early had left{reason} ({size / 1e6:.1f} MB)",
+              file=sys.stderr, flush=True)

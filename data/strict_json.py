@@ -6,7 +6,7 @@ A ValueError says what is wrong and where; the caller adds the file and the line
 from __future__ import annotations
 
 import json
-from collections.abc import Sequence
+from collections.abc import Callable
 from typing import Any, NoReturn
 
 from data.storage import parse_error_text
@@ -21,25 +21,22 @@ def decode_utf8(raw: bytes) -> str:
         raise ValueError(f"not UTF-8: byte 0x{raw[error.start]:02x} at column {error.start + 1}") from error
 
 
-def first_duplicate_key(pairs: Sequence[tuple[str, object]]) -> str:
-    """The first key of an object that appears more than once; there must be one."""
-    names = [name for name, _ in pairs]
-    return next(name for name in names if names.count(name) > 1)
+def _reject(message: str) -> NoReturn:
+    raise ValueError(message)
 
 
-def _reject_duplicate_keys(pairs: list[tuple[str, object]]) -> dict[str, object]:
+def object_of_pairs(pairs: list[tuple[str, Any]], report: Callable[[str], None] = _reject) -> dict[str, Any]:
+    """An object of JSON; reports its first key that appears more than once. The last one counts."""
     value = dict(pairs)
     if len(value) < len(pairs):
-        raise ValueError(f"key {first_duplicate_key(pairs)!r} appears twice")
+        names = [name for name, _ in pairs]
+        report(f"key {next(name for name in names if names.count(name) > 1)!r} appears twice")
     return value
 
 
-def _reject_constant(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not a JSON number")
-
-
 # Shared: `json.loads` with hooks would create a decoder per line.
-STRICT_DECODER = json.JSONDecoder(object_pairs_hook=_reject_duplicate_keys, parse_constant=_reject_constant)
+STRICT_DECODER = json.JSONDecoder(object_pairs_hook=object_of_pairs,
+                                  parse_constant=lambda name: _reject(f"{name} is not a JSON number"))
 
 
 def parse_json(text: str, decoder: json.JSONDecoder = STRICT_DECODER, *, hint_if_cut: str = "") -> Any:

@@ -8,20 +8,22 @@ Documents without text are skipped. Both: a byte order mark at the start of a fi
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterator
-from dataclasses import dataclass, replace
+from contextlib import suppress
+from dataclasses import dataclass
 from io import BytesIO
 from stat import S_ISREG
+from typing import BinaryIO
 
-import numpy as np
-
-from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for, skip_line
+from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for
 from data.storage import DataError
 from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
+SKIP_BYTES = 1 << 20  # bytes of a line in memory that is skipped
 
 # Default limit in bytes of a line, or of text without a place to cut. Bounds memory.
 MAX_DOCUMENT_BYTES = 1 << 26
@@ -38,127 +40,126 @@ TAIL_BYTES = 1 << 12  # bytes at the end of a buffer that are searched first for
 
 
 @dataclass(frozen=True)
-class MalformedDocument:
-    """A document that cannot be used: the line and the reason."""
-
-    path: str
-    lines_before: int  # lines before it in its chunk
-    offset: int
-    reason: str
-
-    def to_error(self, lines_before_chunk: int) -> DataError:
-        """The error, for a chunk after `lines_before_chunk` lines; names damaged compression as the cause."""
-        line = lines_before_chunk + self.lines_before + 1
-        if damage := find_damage(self.path):
-            return DataError(f"{self.path}: cannot read: {damage}; before that, line {line} is malformed: "
-                             f"{self.reason}")
-        return DataError(f"{self.path}:{line} {self.reason} (the line begins at byte {self.offset})")
-
-
-def too_long_document(path: str, lines_before: int, offset: int, limit: int,
-                      what: str = "in this line") -> MalformedDocument:
-    return MalformedDocument(path, lines_before, offset, f"more than {limit} bytes {what}, which would have to be held "
-                             "in memory; --max-document-bytes of data.preprocess allows more")
-
-
-class DamagedRest(MalformedDocument):
-    """The rest of a file that cannot be decompressed; counts as one document."""
-
-    def to_error(self, lines_before_chunk: int) -> DataError:
-        return DataError(
-            f"{self.path}: cannot read: {self.reason}; it is in line {lines_before_chunk + self.lines_before + 1}")
-
-
-@dataclass(frozen=True)
 class Chunk:
-    """A range of bytes of a file; the bytes themselves only if the file cannot be read at an offset."""
+    """A part of a file: the lines that begin in a range of it, or its bytes, where only one process can read them."""
 
     path: str
     offset: int  # offset in the (decompressed) file
-    size: int
-    data: bytes | None = None  # the bytes, if the file is compressed or a pipe
+    size: int  # bytes of the file, up to the next chunk
+    data: bytes | None = None  # None: lines are read from the file
+    lines_before: int = 0  # lines of the file before `data`
     starts_inside_document: bool = False
     ends_inside_document: bool = False
-    skipped_bytes: int = 0  # following bytes of its last line, too many to hold
-    damage: DamagedRest | None = None  # damage after all that
-
-    @property
-    def end(self) -> int:
-        """Offset of the next chunk."""
-        return self.offset + self.size + self.skipped_bytes
-
-    def read(self) -> bytes:
-        if self.data is not None:
-            return self.data
-        with read_errors_for(self.path), open(self.path, "rb") as file:
-            file.seek(self.offset)
-            data = file.read(self.size)
-        if len(data) < self.size:
-            raise DataError(f"{self.path}: cannot read: the file became shorter meanwhile")
-        return data
+    is_too_long: bool = False  # text without a place to cut; `data` is empty
+    damage: str | None = None  # message about the rest of the file, which cannot be decompressed
 
 
-def count_lines(data: bytes) -> int:
-    r"""As `data.count(b"\\n")`, but vectorized."""
-    return int(np.count_nonzero(np.frombuffer(data, np.uint8) == ord("\n")))
+@dataclass(frozen=True)
+class MalformedDocument:
+    """A document that cannot be used: the offset of its line in the file, and the reason."""
+
+    chunk: Chunk
+    offset: int
+    reason: str
+
+    def to_error(self) -> DataError:
+        """The error with the number of the line; names damaged compression as the cause."""
+        chunk, path = self.chunk, self.chunk.path
+        line = (line_number(path, self.offset) if chunk.data is None else
+                chunk.lines_before + chunk.data.count(b"\n", 0, self.offset - chunk.offset) + 1)
+        if damage := find_damage(path):
+            return DataError(f"{path}: cannot read: {damage}; before that, line {line} is malformed: {self.reason}")
+        return DataError(f"{path}:{line} {self.reason} (the line begins at byte {self.offset})")
+
+
+def too_long_document(chunk: Chunk, offset: int, limit: int, what: str = "in this line") -> MalformedDocument:
+    return MalformedDocument(chunk, offset, f"more than {limit} bytes {what}, which would have to be held in memory; "
+                             "--max-document-bytes of data.preprocess allows more")
+
+
+def line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line at an offset of a (decompressed) file. Reads all before it: for errors only."""
+    line = 1
+    with suppress(OSError), open_decompressed(path, until_damage=True) as file:
+        while offset > 0 and (part := file.read(min(offset, CHUNK_BYTES))):
+            line += part.count(b"\n")
+            offset -= len(part)
+    return line
+
+
+def skip_line(file: BinaryIO, most: float = math.inf) -> int:
+    """Read to the end of the line, at most `most` bytes; returns the number of bytes."""
+    skipped = 0
+    while skipped < most and (part := file.readline(int(min(SKIP_BYTES, most - skipped)))):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def read_lines(file: BinaryIO, start: int, stop: float, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, size, bytes) of each line that begins in [start, stop), with its end. A line of more than `limit` bytes
+    is not held: its bytes are None."""
+    offset = start
+    if start:  # a line across `start` belongs to the range before
+        file.seek(start - 1)
+        offset += skip_line(file, stop - start + 1) - 1
+    while offset < stop and (line := file.readline(limit + 1)):
+        is_too_long = len(line) > limit and not line.endswith(b"\n")
+        size = len(line) + (skip_line(file) if is_too_long else 0)
+        yield offset, size, None if is_too_long else line
+        offset += size
 
 
 def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
                      limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
-    """The lines of a file, in chunks of about `size` bytes; the rest of a line that exceeds `limit` then is skipped."""
-    name, offset = os.fspath(path), 0
-    with read_errors_for(name), open_decompressed(name, until_damage=True) as file:
+    """The lines of a file, in chunks of about `size` bytes."""
+    name, offset, lines = os.fspath(path), 0, 0
+    with read_errors_for(name):
         status = os.stat(name)
         if not is_compressed(name) and S_ISREG(status.st_mode):
-            while offset < status.st_size:
-                end = file.seek(min(offset + size, status.st_size))
-                rest_size = skip_line(file)
-                yield (Chunk(name, offset, end - offset, skipped_bytes=rest_size) if rest_size > limit else
-                       Chunk(name, offset, end - offset + rest_size))
-                offset = end + rest_size
+            for start in range(0, status.st_size, size):
+                yield Chunk(name, start, min(size, status.st_size - start))
             return
-        while file.damage is None:  # a file that can only be read from its start: chunks hold their bytes
-            data, skipped = file.read(size), 0
-            rest = file.readline(limit + 1) if data else b""
-            if len(rest) <= limit:
-                data += rest
-            else:
-                skipped = len(rest) + (0 if rest.endswith(b"\n") else skip_line(file))
-            if not data and file.damage is None:
-                return
-            end = offset + len(data) + skipped
-            fault = DamagedRest(name, count_lines(data), end, str(file.damage)) if file.damage else None
-            yield Chunk(name, offset, len(data), data, skipped_bytes=skipped, damage=fault)
-            offset = end
+        with open_decompressed(name, until_damage=True) as file:
+            while file.damage is None:
+                data = file.read(size)
+                data += (rest := file.readline(limit + 1) if data else b"")
+                # Of a line that is too long, the chunk holds as much as shows that it is.
+                skipped = skip_line(file) if len(rest) > limit and not rest.endswith(b"\n") else 0
+                next_lines = lines + data.count(b"\n") + (skipped > 0)
+                if not data and file.damage is None:
+                    return
+                yield Chunk(name, offset, len(data) + skipped, data, lines,
+                            damage=damage_message(name, file.damage, next_lines))
+                offset, lines = offset + len(data) + skipped, next_lines
 
 
-def parse_lines(chunk: Chunk, data: bytes, key: str,
+def damage_message(path: str, damage: OSError | None, lines_before: int) -> str | None:
+    return None if damage is None else f"{path}: cannot read: {damage}; it is in line {lines_before + 1}"
+
+
+def parse_lines(chunk: Chunk, key: str,
                 limit: int = MAX_DOCUMENT_BYTES) -> Iterator[tuple[bytes, str | MalformedDocument]]:
-    """(line without its end, text or reason of failure) for each line of a chunk that is not blank."""
-    offset, number = chunk.offset, -1
-    whole_lines_end = data.rfind(b"\n") + 1 if chunk.skipped_bytes else len(data)
-    beginning = data[whole_lines_end:]
-    data = data[:whole_lines_end]
-    if offset == 0 and data.startswith(BOM):
-        data, offset = data.removeprefix(BOM), len(BOM)
-    for number, whole in enumerate(BytesIO(data)):
-        if len(whole) > limit:
-            yield whole, too_long_document(chunk.path, number, offset, limit)
-        elif not whole.isspace():
-            line = whole.removesuffix(b"\n")
+    """(line without its end, text or fault) for each line of a chunk that is not blank."""
+    data, first = chunk.data, chunk.offset if chunk.data is None else 0
+    with read_errors_for(chunk.path), open(chunk.path, "rb") if data is None else BytesIO(data) as file:
+        for place, _, raw in read_lines(file, first, first + chunk.size, limit):
+            offset = chunk.offset - first + place
+            if raw is None or len(raw) > limit:
+                yield b"", too_long_document(chunk, offset, limit)
+                continue
+            line = (raw if offset else raw.removeprefix(BOM)).removesuffix(b"\n")
+            if not line or line.isspace():
+                continue
             try:
                 yield line, parse_text(decode_utf8(line), key, hint=" (see --json-key)")
             except ValueError as error:
                 reason = str(error)
-                if offset == 0 and whole.startswith(UTF16_BOMS):
+                if offset == 0 and line.startswith(UTF16_BOMS):
                     reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-                if whole.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
-                    yield line, MalformedDocument(chunk.path, number, offset, reason)
-        offset += len(whole)
-    if chunk.skipped_bytes:
-        yield beginning, too_long_document(chunk.path, number + 1, offset, limit)
-    if chunk.damage:
-        yield b"", chunk.damage
+                if raw.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
+                    yield line, MalformedDocument(chunk, offset, reason)
 
 
 @dataclass(frozen=True)
@@ -186,49 +187,38 @@ class Separator:
 def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None = None, safe_split_characters: str = "",
                      size: int = CHUNK_BYTES, *, limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
     """The documents of a file in order, in chunks of about `size` bytes: whole documents, or parts of a long one. Ends
-    with an error chunk at a part of more than `limit` bytes that cannot be cut."""
+    at a part of more than `limit` bytes that cannot be cut."""
     name = os.fspath(path)
-    offset, buffered, continues = 0, bytearray(), False
+    offset = lines = 0
+    buffered, continues = bytearray(), False
+    # The end of a non-space character that is followed by white space to cut before.
+    cut = rb"[!-~\x80-\xbf]%b(?=[%b])" % (NOT_UNICODE_SPACE, re.escape(safe_split_characters.encode()))
     with read_errors_for(name), open_decompressed(name, until_damage=True) as file:
-        seekable = not is_compressed(name) and S_ISREG(os.stat(name).st_mode)
-
-        def chunk(length: int, unfinished: bool) -> Chunk:
-            data = None if seekable else bytes(buffered[:length])
-            return Chunk(name, offset, length, data, continues, unfinished)
-
-        while True:
-            # doubling, so that uncut text is searched half as often
-            more = file.read(max(size, len(buffered)))
+        # Reads double, so that uncut text is searched half as often.
+        while (more := file.read(max(size, len(buffered)))) and not file.damage:
             buffered += more
-            if file.damage or not more:
-                break
-            end, unfinished = _find_cut(buffered, separator, safe_split_characters)
-            if end:
-                yield chunk(end, unfinished)
-                offset, continues = offset + end, unfinished
+            found = _last_match(separator.final_pattern, buffered, len(buffered)) if separator else None
+            is_unfinished = found is None
+            if found is None and safe_split_characters:
+                # Do not cut inside a separator that extends beyond the data.
+                stop = len(buffered) - (separator.max_match_bytes - 1 if separator else 0)
+                found = _last_match(re.compile(cut), buffered, stop)
+            if found:
+                end = found.end()
+                yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues, is_unfinished)
+                offset, lines, continues = offset + end, lines + buffered.count(b"\n", 0, end), is_unfinished
                 del buffered[:end]
             elif safe_split_characters and len(buffered) > limit:
-                yield Chunk(name, offset, 0, b"", continues, skipped_bytes=len(buffered))
+                yield Chunk(name, offset, len(buffered), b"", lines, continues, is_too_long=True)
                 return
+        buffered += more
+        end = len(buffered)
         if file.damage:  # drops the document that contains the damage
             found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
-            fault = DamagedRest(name, buffered.count(b"\n"), offset + len(buffered), str(file.damage))
-            yield replace(chunk(found.end() if found else 0, False), damage=fault)
-        elif buffered or continues:
-            yield chunk(len(buffered), False)
-
-
-def _find_cut(data: bytearray, separator: Separator | None, safe_split_characters: str) -> tuple[int, bool]:
-    """(where to end a chunk, 0 if nowhere yet; whether that is inside a document)."""
-    if separator and (found := _last_match(separator.final_pattern, data, len(data))):
-        return found.end(), False
-    if not safe_split_characters:
-        return 0, False
-    # The end of a non-space character that is followed by white space to cut before.
-    cut = re.compile(rb"[!-~\x80-\xbf]%b(?=[%b])" % (NOT_UNICODE_SPACE, re.escape(safe_split_characters.encode())))
-    # Do not cut inside a separator that extends beyond the data.
-    found = _last_match(cut, data, len(data) - (separator.max_match_bytes - 1 if separator else 0))
-    return (found.end(), True) if found else (0, False)
+            end = found.end() if found else 0
+        if buffered or continues or file.damage:
+            yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues,
+                        damage=damage_message(name, file.damage, lines + buffered.count(b"\n")))
 
 
 def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Match[bytes] | None:
@@ -244,11 +234,12 @@ def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Ma
         near *= 8
 
 
-def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
+def parse_texts(chunk: Chunk, separator: Separator | None = None,
                 limit: int = MAX_DOCUMENT_BYTES) -> Iterator[str | MalformedDocument]:
     """The documents of a chunk, or its part of one; invalid UTF-8 gives a MalformedDocument."""
-    if chunk.skipped_bytes:
-        yield too_long_document(chunk.path, 0, chunk.offset, limit, "without white space to cut at")
+    data = chunk.data or b""
+    if chunk.is_too_long:
+        yield too_long_document(chunk, chunk.offset, limit, "without white space to cut at")
         return
     start, bounds = 0, []  # of the documents between separators; at least one
     for found in separator.pattern.finditer(data) if separator else ():
@@ -256,7 +247,7 @@ def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
         start = found.end()
     if start < len(data) or start == 0:
         bounds.append((start, len(data)))
-    if chunk.damage and not chunk.size:  # the document that began earlier is incomplete
+    if chunk.damage and not data:  # the document that began earlier is incomplete
         bounds = []
     for number, (start, stop) in enumerate(bounds):
         begins = number > 0 or not chunk.starts_inside_document
@@ -272,12 +263,10 @@ def parse_texts(chunk: Chunk, data: bytes, separator: Separator | None = None,
             reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - line + 1}; convert the file (iconv -t UTF-8)"
             if chunk.offset == 0 and data.startswith(UTF16_BOMS):
                 reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-            yield MalformedDocument(chunk.path, data.count(b"\n", 0, at), chunk.offset + line, reason)
+            yield MalformedDocument(chunk, chunk.offset + line, reason)
             continue
         if separator:
             text = text.lstrip("\n") if begins else text
             text = text.rstrip("\n") if ends else text
         if not begins or (text and not text.isspace()):
             yield text
-    if chunk.damage:
-        yield chunk.damage

@@ -24,8 +24,7 @@ from numpy.typing import ArrayLike
 from data.indexed import (BLOCK_ENTRIES, CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
                           StableFile, TokenizerFacts, corpus_identity, token_dtype)
 from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
-                          hold_writer_lock, remove_stale_files, stale_temporary_files, write_errors_for,
-                          write_json_atomic)
+                          hold_writer_lock, remove_stale_files, write_errors_for, write_json_atomic)
 
 # In the order in which they are renamed: the index completes the corpus.
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
@@ -65,11 +64,10 @@ class CorpusWriter:
         self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
         self._tokenizer, self._key = tokenizer, key
         self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
-        self.documents = self.tokens = 0
-        self._max_token, self._tokens_of_documents = -1, 0
+        self.documents, self.tokens, self._max_token = 0, 0, -1
         self.resumed_state: Any = None  # the caller's state at the resume point that this continues
         self._targets = {suffix: Path(os.path.realpath(self.prefix + suffix)) for suffix in CORPUS_SUFFIXES}
-        self._resume_file = Path(prefix).with_name(f".{Path(prefix).name}.mark.tmp")
+        self._resume_file = Path(os.path.realpath(Path(prefix).parent), f".{Path(prefix).name}.mark.tmp")
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack, write_errors_for(self.prefix):
@@ -82,21 +80,20 @@ class CorpusWriter:
             self._is_resumable = is_locked and self._key is not None
             crcs = self._resume() if self._is_resumable else None
             if is_locked:
-                stale = [path for target in (*self._targets.values(), self._resume_file)
-                         for path in stale_temporary_files(target)]
-                stale += [self._resume_file] if self._resume_file.exists() else []
                 used = () if crcs is None else (*self._drafts.values(), self._resume_file)
-                stale = [path for path in stale if path not in used]
-                why = ", which has other inputs or settings" if self._key and self._resume_file in stale else ""
-                remove_stale_files(self.prefix, stale, why)
+                is_other = self._key is not None and crcs is None and self._resume_file.exists()
+                # The resume point has the name of a temporary file of PREFIX.mark, and is staged itself.
+                targets = (*self._targets.values(), Path(f"{self.prefix}.mark"), self._resume_file)
+                remove_stale_files(self.prefix, targets, used,
+                                   ", which has other inputs or settings" if is_other else "")
             mode = "xb" if crcs is None else "r+b"
             self._bin, self._idx = (
                 AppendFile(stack.enter_context(open(self._drafts[suffix], mode)), crc)
-                for suffix, crc in zip(DRAFT_SUFFIXES, crcs or (0, crc32(bytes(INDEX_HEADER.size)))))
+                for suffix, crc in zip(DRAFT_SUFFIXES, crcs or (0, 0)))
             for growing in (self._bin, self._idx):
                 growing.file.seek(0, os.SEEK_END)
             if crcs is None:  # the header needs the number of lengths, which follow it
-                self._idx.file.seek(INDEX_HEADER.size)
+                self._idx.write(bytes(INDEX_HEADER.size))
             self._stack = stack.pop_all()
         return self
 
@@ -114,12 +111,11 @@ class CorpusWriter:
                 os.truncate(draft, size)
                 if crc32_file(draft) != f"{crc:08x}":
                     return None
-            documents, tokens, max_token, tokens_of_documents = map(index, found["state"]["written"])
+            documents, tokens, max_token = map(index, found["state"]["written"])
             self.resumed_state = found["state"]["caller"]
         except (OSError, ValueError, KeyError, TypeError):  # none, or incomplete
             return None
-        self.documents, self.tokens = documents, tokens
-        self._max_token, self._tokens_of_documents = max_token, tokens_of_documents
+        self.documents, self.tokens, self._max_token = documents, tokens, max_token
         return [found["files"][suffix][1] for suffix in DRAFT_SUFFIXES]
 
     def save_resume_point(self, state: Any) -> None:
@@ -129,7 +125,7 @@ class CorpusWriter:
             with write_errors_for(self.prefix):
                 for one in growing.values():
                     one.sync()
-            counts = (self.documents, self.tokens, self._max_token, self._tokens_of_documents)
+            counts = (self.documents, self.tokens, self._max_token)
             write_json_atomic(self._resume_file, {
                 "key": self._key, "files": {suffix: (one.file.tell(), one.crc) for suffix, one in growing.items()},
                 "state": {"written": counts, "caller": state}})
@@ -169,7 +165,6 @@ class CorpusWriter:
                             f"to {MAX_DOCUMENT_TOKENS}: cut it (a .txt file: --document-separator)")
         self._idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)
-        self._tokens_of_documents += int(lengths.sum())
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
@@ -197,7 +192,6 @@ class CorpusWriter:
         so no corpus."""
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
-        assert self.tokens == self._tokens_of_documents
         boundaries, index_file, first = self.documents + 1, self._idx.file, 0
         with write_errors_for(self.prefix):
             index_file.flush()
@@ -208,6 +202,7 @@ class CorpusWriter:
                     ends = first + np.cumsum(lengths, dtype="<i8")
                     index_file.write(((ends - lengths) * self.dtype.itemsize).data)
                     first = int(ends[-1])
+            assert first == self.tokens, "the sizes of documents do not add up to the tokens"
             for at in range(0, boundaries, BLOCK_ENTRIES):
                 index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, boundaries), dtype="<i8").data)
             index_file.seek(0)

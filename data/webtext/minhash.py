@@ -88,29 +88,25 @@ def _hashed_blocks(text: str) -> Iterator[HashedWords]:
             tail = _character_classes()[_code_points(text[stop - BLOCK_CHARACTERS // 4:stop])]
             breaks = np.flatnonzero(tail == 0)
             stop -= len(tail) - int(breaks[-1]) if breaks.size else 0
-        yield _hash_block(text[start:stop], start)
+        folded = _character_classes()[_code_points(text[start:stop])]
+        inside = folded != 0
+        edge = np.ones(len(folded) + 1, bool)  # between characters: True where a word starts or stops
+        np.not_equal(inside[1:], inside[:-1], out=edge[1:-1])
+        alone = folded >= SINGLE_CHARACTER_WORD
+        if alone.any():
+            edge[:-1] |= alone
+            edge[1:] |= alone
+        edges = np.flatnonzero(edge)
+        is_word = inside[edges[:-1]]
+        firsts, ends = edges[:-1][is_word], edges[1:][is_word]
+        # A word's hash is a polynomial in FACTOR: a difference of prefix sums, shifted to the same exponent.
+        powers, inverse = _powers()
+        prefix = np.zeros(len(folded) + 1, np.uint64)
+        np.cumsum(folded * powers[:len(folded)], out=prefix[1:])
+        yield HashedWords(splitmix64((prefix[ends] - prefix[firsts]) * inverse[firsts]), firsts + start, ends + start)
         if stop == len(text):
             return
         start = stop
-
-
-def _hash_block(text: str, offset: int) -> HashedWords:
-    folded = _character_classes()[_code_points(text)]
-    inside = folded != 0
-    edge = np.ones(len(folded) + 1, bool)  # between characters: True where a word starts or stops
-    np.not_equal(inside[1:], inside[:-1], out=edge[1:-1])
-    alone = folded >= SINGLE_CHARACTER_WORD
-    if alone.any():
-        edge[:-1] |= alone
-        edge[1:] |= alone
-    edges = np.flatnonzero(edge)
-    is_word = inside[edges[:-1]]
-    starts, stops = edges[:-1][is_word], edges[1:][is_word]
-    # A word's hash is a polynomial in FACTOR: a difference of prefix sums, shifted to the same exponent.
-    powers, inverse = _powers()
-    prefix = np.zeros(len(folded) + 1, np.uint64)
-    np.cumsum(folded * powers[:len(folded)], out=prefix[1:])
-    return HashedWords(splitmix64((prefix[stops] - prefix[starts]) * inverse[starts]), starts + offset, stops + offset)
 
 
 def _code_points(text: str) -> NDArray[np.uint32]:
@@ -214,7 +210,6 @@ def jaccard_similarity(left: HashArray, right: HashArray) -> float:
 # Columns of a row; the place of a line is its offset and size.
 PLACE_COLUMNS, DIGEST_COLUMNS, BAND_COLUMNS = slice(0, 2), slice(2, 4), slice(4, None)
 BATCH_BYTES = 1 << 20  # lines of a shard that are in memory at a time
-LineLocation = tuple[int, int, int]  # (shard, offset, size) of a line
 
 
 def signature_file(folder: Path, number: int) -> Path:
@@ -273,7 +268,8 @@ class SignatureFiles:
         shard = bisect_right(self.first_documents, document) - 1
         return shard, document - self.first_documents[shard]
 
-    def location(self, document: int) -> LineLocation:
+    def location(self, document: int) -> tuple[int, int, int]:
+        """(shard, offset, size) of its line."""
         shard, line = self.line_number(document)
         with open(self._files[shard], "rb") as file:
             offset, size = np.frombuffer(os.pread(file.fileno(), 16, line * self._row_bytes), np.uint64).tolist()

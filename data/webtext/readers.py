@@ -1,28 +1,29 @@
 """Input files of any format to documents, in work units of equal size: every line, file or array element gives one
 `ReadResult`, good or bad, in order.
 
-A `FileRange` is a byte range of a file, a *unit* some ranges that become one output shard. Units depend only on the
-files and the shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
+A *unit* is some files, or ranges of lines of them, that become one output shard. Units depend only on the files and the
+shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
 `jsonl`, `array` (one JSON array of objects), `object`, `text`, `html`, `urls` (one address per line). Only blank lines
 and a leading byte order mark are skipped silently. `max_bytes` bounds memory: longer documents are reported, not held.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import suppress
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
 
 from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, read_errors_for,
-                             skip_line, strip_compression_suffix)
+                             strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
-from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
+from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS, line_number, read_lines
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import NOT_TEXT, decode_page
 
@@ -50,23 +51,12 @@ class SourceFile:
     format: str
     size: int
     sha256: str | None = None  # known for shards only
-
-
-@dataclass(frozen=True)
-class FileRange:
-    """The lines that begin in [start, stop), or a whole source that cannot be split (stop None)."""
-
-    source: SourceFile
+    # In a work unit: the lines that begin in [start, stop); None: the whole file.
     start: int = 0
     stop: int | None = None
 
-    @property
-    def size(self) -> int:
-        """Bytes on disk."""
-        return (self.source.size if self.stop is None else self.stop) - self.start
 
-
-WorkUnit = tuple[FileRange, ...]
+WorkUnit = tuple[SourceFile, ...]
 
 
 @dataclass(frozen=True)
@@ -84,7 +74,7 @@ class WebReadOptions:
 class ReadResult:
     """The content of one line, element or file."""
 
-    file_range: FileRange
+    source: SourceFile
     offset: int  # offset in the (decompressed) file
     size: int  # bytes read, including the line end
     value: Document | DocumentError
@@ -92,15 +82,10 @@ class ReadResult:
 
     def location(self) -> str:
         """`file:line (byte offset)`. Counts lines from the start, so use it for errors only."""
-        path = self.file_range.source.path
-        if self.file_range.source.format in ("text", "html", "object"):
+        path = self.source.path
+        if self.source.format in ("text", "html", "object"):
             return path
-        line, left = 1, self.offset
-        with suppress(OSError), open_decompressed(path, until_damage=True) as file:
-            while left > 0 and (part := file.read(min(left, 1 << 20))):
-                line += part.count(b"\n")
-                left -= len(part)
-        return f"{path}:{line} (byte {self.offset})"
+        return f"{path}:{line_number(path, self.offset)} (byte {self.offset})"
 
 
 # (offset, size, bytes) of one document; bytes None if there are too many.
@@ -185,35 +170,35 @@ def archive_kind(content: bytes) -> str | None:
 def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
     """Units of about `shard_bytes`: large line-based files are split, small files combined."""
     units: list[WorkUnit] = []
-    unit: list[FileRange] = []
+    unit: list[SourceFile] = []
     for source in sources:
-        ranges = [FileRange(source)]
+        ranges = [source]
         if source.format in ("jsonl", "urls") and not is_compressed(source.path):
             count = max(1, -(-source.size // shard_bytes))
             edges = [source.size * k // count for k in range(count + 1)]
-            ranges = [FileRange(source, start, stop) for start, stop in pairwise(edges)]
-        for file_range in ranges:
-            if unit and unit_bytes(unit) + file_range.size > shard_bytes:
+            ranges = [replace(source, start=start, stop=stop) for start, stop in pairwise(edges)]
+        for lines in ranges:
+            if unit and unit_bytes((*unit, lines)) > shard_bytes:
                 units.append(tuple(unit))
                 unit = []
-            unit.append(file_range)
+            unit.append(lines)
     return [*units, tuple(unit)] if unit else units
 
 
-def unit_bytes(unit: Iterable[FileRange]) -> int:
+def unit_bytes(unit: Iterable[SourceFile]) -> int:
     """Size on disk."""
-    return sum(file_range.size for file_range in unit)
+    return sum((source.size if source.stop is None else source.stop) - source.start for source in unit)
 
 
 def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
     """All results of a unit, in order. At damage: all that was whole before it, then a fault."""
-    for file_range in unit:
-        source, end = file_range.source, file_range.start
+    for source in unit:
+        end = source.start
         by_lines = source.format in ("jsonl", "urls")
         try:
             with open_decompressed(source.path, until_damage=by_lines) as file:
                 if by_lines:
-                    documents = _raw_lines(file, file_range, options)
+                    documents = _raw_lines(file, source, options)
                 elif source.format == "array":
                     documents = array_elements(file, options.max_bytes)
                 else:
@@ -221,39 +206,31 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
                     documents = iter([(0, len(content), content) if len(content) <= options.max_bytes else
                                       (0, options.max_bytes, None)])
                 for offset, size, raw in documents:
-                    yield ReadResult(file_range, offset, size, *_parse_raw(source, offset, raw, options))
+                    yield ReadResult(source, offset, size, *_parse_raw(source, offset, raw, options))
                     end = offset + size
         except DocumentError as fault:  # the enclosing array is malformed: the rest cannot be split
-            yield ReadResult(file_range, end, 0, fault)
+            yield ReadResult(source, end, 0, fault)
         except FileNotFoundError as error:
             raise DataError(f"{source.path}: cannot read: {error.strerror}") from error
         except OSError as error:
             damage = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
-            yield ReadResult(file_range, end, 0, damage)
+            yield ReadResult(source, end, 0, damage)
 
 
-def _raw_lines(file: DecompressedFile, file_range: FileRange, options: WebReadOptions) -> Iterator[RawDocument]:
+def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[RawDocument]:
     """The lines that begin in the range, without blank ones; at its damage raises that of the file."""
-    offset, limit = file_range.start, options.max_bytes
-    if offset:  # a line across `start` belongs to the previous range
-        file.seek(offset - 1)
-        offset += skip_line(file) - 1
-    while file_range.stop is None or offset < file_range.stop:
-        raw = file.readline(limit + 1)
-        is_too_long = len(raw) > limit and not raw.endswith(b"\n")
-        size = len(raw) + (skip_line(file) if is_too_long else 0)
-        line = (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
-        if file.damage:  # a last line that is a complete object is no part of it
-            if file_range.source.format == "jsonl" and len(raw) <= limit:
-                with suppress(DocumentError):
-                    parse_json_line(line, options.text_key, options.url_key)
-                    yield offset, size, line
-            raise file.damage
-        if not raw:
-            return
-        if line or is_too_long:
-            yield offset, size, None if is_too_long else line
-        offset += size
+    stop = math.inf if source.stop is None else source.stop
+    for offset, size, raw in read_lines(file, source.start, stop, options.max_bytes):
+        line = raw and (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
+        if not file.damage:
+            if line or line is None:
+                yield offset, size, line
+        elif line and source.format == "jsonl":  # a complete object is no part of the damage
+            with suppress(DocumentError):
+                parse_json_line(line, options.text_key, options.url_key)
+                yield offset, size, line
+    if file.damage:
+        raise file.damage
 
 
 def array_elements(file: DecompressedFile | BytesIO, limit: int) -> Iterator[RawDocument]:

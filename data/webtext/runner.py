@@ -32,7 +32,7 @@ from data.storage import (READ_BYTES, DataError, UsageError, change_detector, cr
                           write_json_atomic)
 from data.webtext.documents import (Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
                                     machine_share, shard_name)
-from data.webtext.readers import (UNREADABLE, ReadResult, SourceFile, WebReadOptions, WorkUnit, find_source_files,
+from data.webtext.readers import (UNREADABLE, SourceFile, WebReadOptions, WorkUnit, find_source_files,
                                   plan_units, read_unit, shards_of_stage, unit_bytes)
 
 SINGLE_MACHINE = (0, 1)
@@ -91,19 +91,34 @@ def stage_key(stage: str, parameters: Mapping[str, Any], inputs: Sequence[Mappin
 
 @contextmanager
 def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[StageRecord | None, Path]]:
-    """Lock the folder; yield (record of the finished stage, or None, work folder). Removes an earlier stage with
-    another key; other files are not touched."""
+    """Lock the folder; yield (record of the finished stage, or None, work folder). Removes the shards that the record
+    of an earlier stage with another key lists, and nothing else."""
     make_folder(output)
-    folder = output / WORK_FOLDER / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
+    work, record_file = output / WORK_FOLDER, output / STAGE_FILE
+    folder = work / hashlib.sha256(json.dumps(key, sort_keys=True).encode()).hexdigest()[:16]
     with wait_for_lock(output / ".lock"):
-        record = read_stage_record(output / STAGE_FILE)
+        record = read_stage_record(record_file)
         if record and record.key == key and record.is_complete_in(output):
-            shutil.rmtree(output / WORK_FOLDER, ignore_errors=True)  # left by a kill after the record was written
+            shutil.rmtree(work, ignore_errors=True)  # left by a kill after the record was written
             yield record, folder
             return
         if not folder.is_dir():
+            if record is None and record_file.exists():
+                raise DataError(f"{record_file}: not the record of a stage; remove that folder, or choose another "
+                                "--output")
+            names = {name for path in (record_file, *work.rglob(STAGE_FILE), work / CLEARED_RECORD)
+                     for name in _recorded_files(path)}
+            if any(path.name not in names for path in output.glob("part-*.jsonl")):
+                raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; "
+                                "choose another --output")
             with write_errors_for(output):
-                remove_stage(output)
+                if record:
+                    make_folder(work)
+                    os.replace(record_file, work / CLEARED_RECORD)
+                    fsync_directory(output)
+                for name in names:
+                    (output / name).unlink(missing_ok=True)
+                shutil.rmtree(work, ignore_errors=True)  # last, since it records the owner
         make_folder(folder)
         yield None, folder
 
@@ -123,25 +138,6 @@ def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
                         "holds" if place in path.parents else "")
         if relation:
             raise UsageError(f"--output {output}: {relation} {given}, which is read; choose a folder beside it")
-
-
-def remove_stage(output: Path) -> None:
-    """Delete the shards that a stage lists and nothing else. `.work` is removed last, since it records the owner."""
-    work, record = output / WORK_FOLDER, output / STAGE_FILE
-    if record.exists() and read_stage_record(record) is None:
-        raise DataError(f"{record}: not the record of a stage; remove that folder, or choose another --output")
-    names = {name for path in (record, *work.rglob(STAGE_FILE), work / CLEARED_RECORD)
-             for name in _recorded_files(path)}
-    if any(path.name not in names for path in output.glob("part-*.jsonl")):
-        raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; choose "
-                        "another --output")
-    if record.exists():
-        make_folder(work)
-        os.replace(record, work / CLEARED_RECORD)
-        fsync_directory(output)
-    for name in names:
-        (output / name).unlink(missing_ok=True)
-    shutil.rmtree(work, ignore_errors=True)
 
 
 def _recorded_files(path: Path) -> set[str]:
@@ -238,22 +234,22 @@ class GlobalStage:
     """A stage that needs all documents."""
 
     name: str
-    # (shards in order, output folder, options, workers, share of the shards to write) -> counts of each part of the
-    # output, once it is written.
-    run: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], Iterator[DocumentCounts]]
-    options: Any
-    # (shards, folder, options, workers, share): work that several machines can share before one of them runs `run`.
-    prepare_share: Callable[[Sequence[Path], Path, Any, int, tuple[int, int]], None] | None = None
+    # (shards in order, output folder, workers, share of the shards to write, **parameters) -> counts of each part of
+    # the output, once it is written.
+    run: Callable[..., Iterator[DocumentCounts]]
+    parameters: Mapping[str, Any]  # JSON values
+    # The same arguments: work that several machines can share before one of them runs `run`.
+    prepare_share: Callable[..., None] | None = None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class MapStage:
     """A stage that processes documents one by one."""
 
     name: str
-    # A module-level function; each worker calls it once with the options.
-    make_function: Callable[[Any], DocumentFunction]
-    options: Any  # a frozen dataclass of plain values
+    # A module-level function; each worker calls it once with the parameters.
+    make_function: Callable[..., DocumentFunction]
+    parameters: Mapping[str, Any]  # JSON values
     files: tuple[str, ...] = ()  # other files that the result depends on
     # A second pass over all kept documents; not run if this machine has only a share.
     second_pass: GlobalStage | None = None
@@ -268,12 +264,8 @@ class StageRunOptions:
     shard_bytes: int = SHARD_BYTES
 
 
-@dataclass(frozen=True)
-class ReadOptions:
-    """No options: `read` only does what every stage does first."""
-
-
-def make_read_function(options: ReadOptions) -> DocumentFunction:
+def make_read_function() -> DocumentFunction:
+    """`read` only does what every stage does first."""
     return lambda document: document
 
 
@@ -294,11 +286,11 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
     check_output_is_apart([*inputs, *(source.path for source in sources), *stage.files], output)
     units = plan_units(sources, run_options.shard_bytes)
     own_units = machine_share(len(units), *run_options.shard)
-    used = list(dict.fromkeys(piece.source for k in own_units for piece in units[k]))
+    used = list(dict.fromkeys(replace(source, start=0, stop=None) for k in own_units for source in units[k]))
     second_pass = stage.second_pass if run_options.shard == SINGLE_MACHINE else None
-    then = second_pass and {second_pass.name: asdict(second_pass.options) | {"part": SINGLE_MACHINE}}
-    parameters = asdict(stage.options) | {"reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
-                                          "then": then, "files": list(checksum_in_threads(crc32_file, stage.files))}
+    then = second_pass and {second_pass.name: {**second_pass.parameters, "part": SINGLE_MACHINE}}
+    parameters = {**stage.parameters, "reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
+                  "then": then, "files": list(checksum_in_threads(crc32_file, stage.files))}
     check_unchanged = change_detector(source.path for source in used)
     key = stage_key(stage.name, parameters, source_fingerprints(used, run_options.workers), run_options.shard)
     with open_stage_folder(output, key) as (record, folder):
@@ -325,7 +317,7 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
     shards = [Path(source.path) for source in sources]
     check_output_is_apart(inputs, output)
     prepare = stage.prepare_share if run_options.shard != SINGLE_MACHINE else None
-    key = stage_key(stage.name, asdict(stage.options), source_fingerprints(sources, run_options.workers),
+    key = stage_key(stage.name, stage.parameters, source_fingerprints(sources, run_options.workers),
                     SINGLE_MACHINE if prepare else run_options.shard)
     with open_stage_folder(output, key) as (record, folder):
         if record is None and not prepare:
@@ -337,7 +329,7 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
     if record is None and prepare:  # without the lock: other machines prepare their shares at the same time
         own = [sources[k] for k in machine_share(len(sources), *run_options.shard)]
         check_sha256({source.path: source.sha256 for source in own}, run_options.workers)
-        prepare(shards, folder, stage.options, run_options.workers, run_options.shard)
+        prepare(shards, folder, run_options.workers, run_options.shard, **stage.parameters)
     return record
 
 
@@ -346,7 +338,7 @@ def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
     """Run a pass over all documents; returns its counts."""
     counts = DocumentCounts()
     with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
-        for part in stage.run(shards, folder, stage.options, run_options.workers, run_options.shard):
+        for part in stage.run(shards, folder, run_options.workers, run_options.shard, **stage.parameters):
             counts += part
             bar.update(part.bytes_in)
     return counts
@@ -371,7 +363,7 @@ def run_jobs(jobs: Sequence[tuple[WorkUnit, Path]], stage: MapStage, read_option
     done = {target: record for _, target in jobs
             if target.is_file() and (record := read_stage_record(target.with_suffix(".json")))}
     left = [(unit, target) for unit, target in jobs if target not in done]
-    check_sha256({piece.source.path: piece.source.sha256 for unit, _ in left for piece in unit}, run_options.workers)
+    check_sha256({source.path: source.sha256 for unit, _ in left for source in unit}, run_options.workers)
     new_records = ordered_map(partial(run_job, stage=stage, reading=read_options), left,
                               min(run_options.workers, len(left)))
     with progress_bar(stage.name, sum(unit_bytes(unit) for unit, _ in jobs)) as bar:
@@ -383,23 +375,37 @@ def run_jobs(jobs: Sequence[tuple[WorkUnit, Path]], stage: MapStage, read_option
 
 
 def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions) -> StageRecord:
-    """Run the stage over one unit, given with its output shard; writes the shard first, then its record."""
+    """Run the stage over one unit, given with its output shard; writes the shard first, then its record. Faults of the
+    input or a library are errors only with --on-error strict."""
     unit, target = job
     function = load_stage_function(stage, tuple(checksum_in_threads(crc32_file, stage.files)))
     counts, sha256, notes = DocumentCounts(), hashlib.sha256(), list[str]()
     with staged_file(target) as file:
         for result in read_unit(unit, reading):
             counts.repaired.update(result.repairs)
-            outcome = apply_to_document(function, result, reading)
-            if isinstance(result.value, DocumentError) and result.value.reason == UNREADABLE:
-                notes.append(f"{result.file_range.source.name}: {result.value}")
-            if isinstance(outcome, DroppedDocument):
-                counts.add_dropped(outcome.reason, result.size)
-            else:
+            outcome: Document | DroppedDocument | DocumentError = result.value
+            if isinstance(outcome, Document):
+                try:
+                    outcome = function(outcome)
+                except DataError:  # of the stage itself, such as a missing package
+                    raise
+                except Exception as error:  # a library failed on this document
+                    outcome = DocumentError("failed", f"{type(error).__name__}: {error}")
+            if isinstance(outcome, DocumentError):
+                path, is_unreadable = result.source.path, outcome.reason == UNREADABLE
+                if reading.on_error == "strict" and not is_unreadable and (damage := find_damage(path)):
+                    raise DataError(f"{path}: cannot read: {damage}; before that, {result.location()} {outcome}")
+                if reading.on_error == "strict":
+                    raise DataError(f"{result.location()} {outcome}")
+                if is_unreadable:
+                    notes.append(f"{result.source.name}: {outcome}")
+            if isinstance(outcome, Document):
                 line = outcome.to_line()
                 counts.add_kept(result.size, len(line))
                 sha256.update(line)
                 file.write(line)
+            else:
+                counts.add_dropped(outcome.reason, result.size)
     shard = OutputShard(target.name, counts.documents_kept, counts.bytes_kept, sha256.hexdigest())
     record = StageRecord({}, counts, (shard,), tuple(notes))
     record.write(target.with_suffix(".json"))
@@ -409,23 +415,4 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
 @cache
 def load_stage_function(stage: MapStage, files: tuple[str, ...]) -> DocumentFunction:
     """Models and word lists are loaded once per process, and again if `files` (checksums) changes."""
-    return stage.make_function(stage.options)
-
-
-def apply_to_document(function: DocumentFunction, result: ReadResult,
-                      read_options: WebReadOptions) -> Document | DroppedDocument:
-    """Apply the stage to one result. Faults of the input or a library raise only with --on-error strict."""
-    fault = result.value
-    if isinstance(fault, Document):
-        try:
-            return function(fault)
-        except DataError:  # of the stage itself, such as a missing package
-            raise
-        except Exception as error:  # a library failed on this document
-            fault = DocumentError("failed", f"{type(error).__name__}: {error}")
-    if read_options.on_error == "strict":
-        path = result.file_range.source.path
-        if fault.reason != UNREADABLE and (damage := find_damage(path)):  # perhaps the cause of the fault
-            raise DataError(f"{path}: cannot read: {damage}; before that, {result.location()} {fault}")
-        raise DataError(f"{result.location()} {fault}")
-    return DroppedDocument(fault.reason)
+    return stage.make_function(**stage.parameters)

@@ -10,11 +10,8 @@ from __future__ import annotations
 import hashlib
 import shutil
 import struct
-import tempfile
-import weakref
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, suppress
 from fractions import Fraction
 from functools import partial
 from itertools import accumulate, count
@@ -34,35 +31,26 @@ BUCKET_RECORD = struct.Struct("<QQ")  # before each line in a bucket: its key an
 
 
 class LineBuckets:
-    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. One file holds all
-    buckets as chains of segments, so any number of buckets needs one open file."""
+    """Takes (bucket, key, line); returns the lines of a bucket in the order of their distinct keys. Each bucket has a
+    file, opened only to append a buffer."""
 
     def __init__(self, folder: Path, buckets: int, memory: int) -> None:
         self._folder, self._bucket_bytes = folder, max(1, memory // buckets)
         self._buffered = [bytearray() for _ in range(buckets)]
-        self._chains: list[list[tuple[int, int]]] = [[] for _ in range(buckets)]  # (offset, size)
-        self._end = 0
-        self._file = tempfile.TemporaryFile(dir=folder)
-        weakref.finalize(self, self._file.close)
 
     def add(self, bucket: int, key: int, line: bytes) -> None:
         buffer = self._buffered[bucket]
         buffer += BUCKET_RECORD.pack(key, len(line)) + line
         if len(buffer) >= self._bucket_bytes:
-            with write_errors_for(self._folder):
-                self._file.seek(self._end)
-                self._file.write(buffer)
-            self._chains[bucket].append((self._end, len(buffer)))
-            self._end += len(buffer)
+            with write_errors_for(self._folder), open(self._folder / str(bucket), "ab") as file:
+                file.write(buffer)
             self._buffered[bucket] = bytearray()
 
     def lines(self, bucket: int) -> Iterator[bytes]:
         """The sorted lines of a bucket, which is loaded into memory."""
-        raw = bytearray()
-        for offset, size in self._chains[bucket]:
-            self._file.seek(offset)
-            raw += self._file.read(size)
-        raw += self._buffered[bucket]
+        raw: bytes | bytearray = self._buffered[bucket]
+        with suppress(FileNotFoundError):
+            raw = (self._folder / str(bucket)).read_bytes() + raw
         places, at = [], 0
         while at < len(raw):
             key, size = BUCKET_RECORD.unpack_from(raw, at)
@@ -72,23 +60,18 @@ class LineBuckets:
             yield bytes(raw[start:start + size])
 
 
-@dataclass(frozen=True)
-class ShuffleOptions:
-    seed: int = 0
-    shards: int | None = None  # number of shards to write; default: as many as in the input
-    memory: int = 1 << 30
-
-
-def run_shuffle(inputs: Sequence[Path], output: Path, options: ShuffleOptions, workers: int,
-                share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
-    """Write the shuffled shards. It only moves bytes, so it uses one process, whatever `workers` is."""
+def run_shuffle(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+                seed: int = 0, shards: int | None = None, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
+    """Write the shuffled shards, as many as the input has unless `shards` says how many. It only moves bytes, so it
+    uses one process, whatever `workers` is."""
+    shutil.rmtree(output / ".work", ignore_errors=True)  # left by a process that ended early
     work = make_folder(output / ".work")
-    total = options.shards or max(1, len(inputs))
+    total = shards or max(1, len(inputs))
     own_shards = machine_share(total, *share)
     size = sum(path.stat().st_size for path in inputs)
-    buckets_per_shard = max(1, -(-4 * size // (options.memory * total)))  # a bucket uses a quarter of the memory
-    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), options.memory // 2)
-    keys = shuffle_keys(options.seed)
+    buckets_per_shard = max(1, -(-4 * size // (memory * total)))  # a bucket uses a quarter of the memory
+    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), memory // 2)
+    keys = shuffle_keys(seed)
     for path in inputs:
         with open(path, "rb") as lines:
             for line, key in zip(lines, keys):
@@ -113,25 +96,18 @@ def shuffle_keys(seed: int) -> Iterator[int]:
         yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
 
 
-@dataclass(frozen=True)
-class SplitOptions:
-    shares: str = "949,50,1"
-    method: str = SPLIT_METHODS[0]
-    seed: int = 0
-
-
-def run_split(inputs: Sequence[Path], output: Path, options: SplitOptions, workers: int,
-              share: tuple[int, int] = (0, 1)) -> Iterator[DocumentCounts]:
+def run_split(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
+              shares: str = "949,50,1", method: str = SPLIT_METHODS[0], seed: int = 0) -> Iterator[DocumentCounts]:
     """Write the parts of each shard. A part without documents has no file."""
-    shares = parse_split(options.shares)
+    fractions = parse_split(shares)
     firsts, ranges = [0] * len(inputs), []
-    if options.method == "count":
+    if method == "count":
         *firsts, total = accumulate(ordered_map(count_lines, inputs, workers), initial=0)
-        ranges = split_documents(shares, total)
+        ranges = split_documents(fractions, total)
     for part in PARTS:
         make_folder(output / part)
     tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs), *share)]
-    split_one = partial(split_shard, output=output, shares=shares, ranges=ranges, seed=options.seed)
+    split_one = partial(split_shard, output=output, shares=fractions, ranges=ranges, seed=seed)
     yield from ordered_map(split_one, tasks, workers)
 
 

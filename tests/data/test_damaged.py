@@ -25,12 +25,12 @@ from data.verify import verify_corpus
 from data.webtext import extract
 from data.webtext.documents import Document, DocumentError, DroppedDocument
 from data.webtext.readers import WebReadOptions as WebReading, find_source_files, plan_units, read_unit
-from data.webtext.runner import MapStage, ReadOptions, StageRunOptions, make_read_function, run_map_stage
+from data.webtext.runner import MapStage, StageRunOptions, make_read_function, run_map_stage
 from tests.data.helpers import BYTE
 from tests.data.damaging import (COMPRESS, PADDING, accidents, flipped, slow_array, slow_document, slow_lines,
                                  slow_text, slow_texts, text_before_damage)
 
-READ = MapStage("read", make_read_function, ReadOptions())
+READ = MapStage("read", make_read_function, {})
 EVERY = pytest.mark.parametrize("ending", COMPRESS)
 
 
@@ -269,7 +269,7 @@ def check_web(path: Path, kind: str, before: bytes, is_damaged: bool, reading: W
         assert values[0].text == before.decode()
     assert values[0] or kind == "html" or reading.on_error == "strict", reasons
     if values[0] and kind == "html":
-        assert isinstance(extract.make_extract(extract.ExtractOptions())(values[0]), Document | DroppedDocument)
+        assert isinstance(extract.make_extract()(values[0]), Document | DroppedDocument)
 
 
 def check(number: int, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

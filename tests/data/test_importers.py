@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from data import importers
-from data.importers import import_tokens, inspect_token_file, main, order_warnings
+from data.importers import import_tokens, main, order_warnings
 from data.sources import Datasets, open_datasets
 from data.storage import DataError
 from data.verify import verify_corpus
@@ -125,7 +125,7 @@ def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Pa
 
 def warned(files: list[Path], tmp_path: Path) -> list[str]:
     import_tokens(files, tmp_path / "out" / "c", BYTE)
-    return order_warnings(list(map(inspect_token_file, files)), BYTE.eod)
+    return order_warnings(files, BYTE.eod)
 
 
 def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 
 from data.storage import staged_file
@@ -11,28 +11,18 @@ from data.webtext.documents import Document, DocumentCounts, DocumentFunction, D
 from data.webtext.runner import GlobalStage, MapStage
 
 
-@dataclass(frozen=True)
-class Options:
-    """What the stages below do."""
-
-    drop: str = "drop"
-    """Texts with this word go."""
-    fail: str = "fail"
-
-
-def make(options: Options) -> DocumentFunction:
+def make(drop: str = "drop", fail: str = "fail") -> DocumentFunction:
     def shout(document: Document) -> Document | DroppedDocument:
-        if options.fail in document.text:
+        if fail in document.text:
             raise ZeroDivisionError("a library gave up")
-        if options.drop in document.text:
+        if drop in document.text:
             return DroppedDocument("asked for")
         return replace(document, text=document.text.upper())
 
     return shout
 
 
-def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int,
-            share: tuple[int, int]) -> Iterator[DocumentCounts]:
+def reverse(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int]) -> Iterator[DocumentCounts]:
     """All documents in one shard, the last first."""
     lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
     counts = DocumentCounts()
@@ -43,5 +33,5 @@ def reverse(inputs: Sequence[Path], output: Path, options: Options, workers: int
     yield counts
 
 
-SHOUT = MapStage("shout", make, Options())
-REVERSE = GlobalStage("reverse", reverse, Options())
+SHOUT = MapStage("shout", make, {})
+REVERSE = GlobalStage("reverse", reverse, {})

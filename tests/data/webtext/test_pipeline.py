@@ -181,12 +181,12 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 def shuffle(paths: list[Path], out: Path, workers: int = 1, share: tuple[int, int] = (0, 1), **options: int
             ) -> DocumentCounts:
-    return sum(split.run_shuffle(paths, out, split.ShuffleOptions(**options), workers, share), DocumentCounts())
+    return sum(split.run_shuffle(paths, out, workers, share, **options), DocumentCounts())
 
 
 def split_into(shards: list[Path], out: Path, shares: str, method: str, workers: int = 1,
                share: tuple[int, int] = (0, 1)) -> DocumentCounts:
-    return sum(split.run_split(shards, out, split.SplitOptions(shares, method), workers, share), DocumentCounts())
+    return sum(split.run_split(shards, out, workers, share, shares=shares, method=method), DocumentCounts())
 
 
 def test_the_order_is_that_of_the_keys_whatever_memory_shards_and_machines(tmp_path: Path) -> None:

@@ -25,7 +25,7 @@ from data.webtext.readers import WebReadOptions, shards_of_stage
 from data.webtext.runner import (GlobalStage, StageRunOptions, merge_shares, read_stage_record, run_global_stage,
                                  run_map_stage)
 from tests.data.killing import in_a_fork
-from tests.data.webtext.stages import REVERSE, SHOUT, Options
+from tests.data.webtext.stages import REVERSE, SHOUT
 
 
 SMALL = StageRunOptions(shard_bytes=500)
@@ -86,7 +86,7 @@ def test_merge_refuses_shares_that_are_missing_twice_there_or_of_another_stage(r
         with pytest.raises(DataError, match="expected each share"):
             merge_shares(wrong, tmp_path / "merged")
     other = tmp_path / "other"
-    run_map_stage(replace(SHOUT, options=Options(drop="more")), [raw], other, run_options=replace(SMALL, shard=(2, 3)))
+    run_map_stage(replace(SHOUT, parameters={"drop": "more"}), [raw], other, run_options=replace(SMALL, shard=(2, 3)))
     with pytest.raises(DataError, match="the shares differ in parameters"):
         merge_shares([*shares[:2], other], tmp_path / "merged")
     with pytest.raises(DataError, match="expected the folder of a stage that is complete"):
@@ -100,7 +100,7 @@ def test_a_stage_that_is_done_is_passed_by_and_one_that_differs_is_made_again(ra
     assert run_map_stage(SHOUT, [raw], out, run_options=replace(SMALL, workers=2)) == first
     assert {path: path.stat().st_mtime_ns for path in out.iterdir() if path.suffix} == times
     for change in (
-        lambda: run_map_stage(replace(SHOUT, options=Options(drop="more")), [raw], out, run_options=SMALL),
+        lambda: run_map_stage(replace(SHOUT, parameters={"drop": "more"}), [raw], out, run_options=SMALL),
         lambda: run_map_stage(SHOUT, [raw], out, run_options=StageRunOptions(shard_bytes=10_000)),
         lambda: run_map_stage(SHOUT, [raw], out, WebReadOptions(on_error="skip"), SMALL),
         lambda: run_map_stage(SHOUT, [write(raw / "b.jsonl", ["more"] * 7)], out, run_options=SMALL),
@@ -278,8 +278,8 @@ def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(cur
 # --------------------------------------------------------------------------------------------------- readers of a stage
 
 BYTE = ByteLevelTokenizer()
-SPLIT = GlobalStage("split", split.run_split, split.SplitOptions("8,1,1"))
-DEDUP = GlobalStage("dedup", dedup.run_dedup, dedup.DedupOptions(), dedup.write_signatures)
+SPLIT = GlobalStage("split", split.run_split, {"shares": "8,1,1"})
+DEDUP = GlobalStage("dedup", dedup.run_dedup, {}, dedup.write_signatures)
 
 
 @pytest.fixture
