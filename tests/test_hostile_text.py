@@ -26,7 +26,7 @@ from megatron.checkpoint.tags import print_to_stderr
 from megatron.distributed import exit_codes
 from megatron.inference.frontends import AnswerWriter
 from megatron.inference.prompts import Terminal
-from megatron.metrics.console import Console
+from megatron.train.run_log import Console
 from megatron.metrics.sinks import JsonlSink, RunConfigRecord
 from megatron.report.run_report import RunHistory, report_page
 from megatron.serve import cli as serve
