@@ -72,8 +72,8 @@ def _run(stop: StopListener) -> int:
     from mpu import groups as mpu_groups
 
     process_group.register_stop_check(stop.is_stop_pending)
-    process_group.init(config.parallel.distributed_backend, config.parallel.startup_limit,
-                       must_match=config.rank_invariant_settings())
+    process_group.init_process_group(env, config.parallel.distributed_backend, config.parallel.startup_limit,
+                                     must_match=config.rank_invariant_settings())
     device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
         keep_freed_memory(return_large_blocks="nvme" in (config.offload.offload_optimizer_device,

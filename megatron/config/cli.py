@@ -18,12 +18,11 @@ from typing import Any, Literal, NamedTuple
 
 from data.cli import suggest_spelling
 from megatron.config import ds_json
-from megatron.config.cli_help import (FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, full_help,
-                                      short_help)
-from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, SettingError
+from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, help_text
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import flag_name, setting_of
+from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, SettingError, flag_name,
+                                    setting_of)
 from megatron.config.tree import FIELDS, PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -33,7 +32,8 @@ OPTIMIZER_DEVICE = "offload_optimizer_device"
 CPU_OPTIMIZER_TEXT = "--cpu-optimizer, which is --offload-optimizer-device"
 LISTS_EVERY_FLAG = "`--help-all` lists every flag"
 PRINTED_TEXTS: dict[str, Callable[[], str]] = {  # flags that print a text and exit
-    "-h": short_help, "--help": short_help, "--help-all": full_help, "--version": lambda: f"{DISTRIBUTION} {__version__}"}
+    **dict.fromkeys(("-h", "--help"), lambda: help_text(short=True)), "--help-all": lambda: help_text(short=False),
+    "--version": lambda: f"{DISTRIBUTION} {__version__}"}
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Collection[str] = ()) -> Config:
@@ -93,10 +93,12 @@ def known_flags() -> dict[str, Flag]:
     """Each name of each flag."""
     flags = {"--preset": Flag("preset", tuple(PRESETS)), "--dry-run": Flag("dry_run", bool, True),
              "--use-distributed-optimizer": Flag("zero_stage", int, 1)}
-    declared = [(item.name, kind, *setting_of(item).aliases)
-                for section in SECTIONS.values() for item, kind in fields_with_types(section)]
-    for name, kind, *aliases in (("deepspeed", bool, "deepscale"), ("deepspeed_config", str, "deepscale-config"),
-                                 ("cpu_optimizer", bool, "optimizer-cpu-offload"), *declared):
+    declared: list[tuple[Any, ...]] = [
+        ("deepspeed", bool, "deepscale"), ("deepspeed_config", str, "deepscale-config"),
+        ("cpu_optimizer", bool, "optimizer-cpu-offload"),
+        *((item.name, kind, *setting_of(item).aliases)
+          for section in SECTIONS.values() for item, kind in fields_with_types(section))]
+    for name, kind, *aliases in declared:
         choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
         for flag in (flag_name(name), *(f"--{alias}" for alias in aliases)):
             if kind is not bool:
@@ -192,8 +194,9 @@ class CommandLine:
             return flag.switch_value
         if text.lower() in NO:
             return known_flags()[flag.opposite].switch_value if flag.opposite else None
-        raise ConfigError(f"{name}={text}: " + (f"use --deepspeed --deepspeed_config {text}" if name == "--deepspeed" else
-                                                f"{name} is a switch, use {name} or {flag.opposite or 'leave it out'}"))
+        if name == "--deepspeed":
+            raise ConfigError(f"{name}={text}: use --deepspeed --deepspeed_config {text}")
+        raise ConfigError(f"{name}={text}: {name} is a switch, use {name} or {flag.opposite or 'leave it out'}")
 
 
 def _convert(flag: Flag, given: list[str]) -> Any:
@@ -211,9 +214,6 @@ def _convert(flag: Flag, given: list[str]) -> Any:
         why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, kind)
         raise ConfigError(f"{name} is {text}: expected {', '.join(kind[:-1])} or {kind[-1]}{why and f'; {why}'}")
     try:
-        value = float(text)
-        if kind is int and not value.is_integer():
-            raise ValueError
-        return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
+        return JSON_TYPE_OF[kind].convert(int(text) if text.strip().lstrip("+-").isdigit() else float(text))
     except ValueError:
-        raise ConfigError(f"{name} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
+        raise ConfigError(f"{name} is {text}: expected {JSON_TYPE_OF[kind].expected}") from None

@@ -14,7 +14,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from data.cli import StrictArgumentParser
-from megatron.config.config_errors import ErrorList
+from megatron.config.schema import ErrorList
 from megatron.config.tree import require
 from megatron.inference import model_args
 from megatron.inference.model_args import ModelSource, model_parser, model_source_from_args

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from megatron.config.cli import PRINTED_TEXTS, known_flags, parse_args
-from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, full_help, short_help
+from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, help_text
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
 from megatron.model import count_parameters
@@ -90,6 +90,8 @@ BAD = [
     (["--deepspeed=ds.json"], "use --deepspeed --deepspeed_config ds.json"),
     (["--bf16", "True"], "--bf16 takes no value; give --bf16 alone"),
     (["--no-save-optim", "False"], "--no-save-optim takes no value; leave --no-save-optim out"),
+    (["--lr", "x", "--qwert", "5", "--fp16=maybe"], "x: expected a number\n  (2) unknown flag --qwert: `--help-all` "
+     "lists every flag\n  (3) --fp16=maybe: --fp16 is a switch"),
     (["--fp16=maybe"], "--fp16 is a switch, use --fp16 or --no-fp16"),
     (["--fp16", "False", "--qwert"], "--fp16 takes no value; give --no-fp16"),
     (["--init_from=gpt2", "--wandb_log=True"], "--load-hf FOLDER for GPT-2's weights\n  (2) --wandb-log True is not"),
@@ -268,7 +270,7 @@ def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exi
 
 
 def test_help_is_one_screen_and_help_all_is_everything() -> None:
-    first, rest = short_help(), full_help()
+    first, rest = help_text(short=True), help_text(short=False)
     assert len(first.splitlines()) <= 46 and max(map(len, first.splitlines())) <= 100
     assert "python pretrain_gpt2.py --preset tiny --mock-data" in first and "megatron.launch" in first
     for text in (first, rest):
