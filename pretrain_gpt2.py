@@ -99,7 +99,7 @@ def _run(stop: StopListener) -> int:
                   *recompute_notes(config.recompute, groups.tp.size, device),
                   *processor_notes(config.precision.name, device))
         log.start_run(config, header_record(config, groups, device), header_lines(config, groups, device, tokenizer))
-        for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.console.notes):
+        for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.notes):
             log.print_line(config.key_names.translate(line))
         trainer = Trainer(config, engine, build.micro_batch_sampler(config, groups, tokenizer), device, log,
                           checkpoints.save_function(engine, log.saved), stop, build.token_bytes(config, tokenizer))
