@@ -28,7 +28,7 @@ from megatron.checkpoint.manifest import Lineage
 from megatron.distributed.collective_log import CollectiveLog
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError, NumericsError
-from megatron.fsdp.grad_sync import FSDPLossScaler, ParamGradViews
+from megatron.fsdp.gradients import FSDPLossScaler, ParamGradViews
 from megatron.fsdp.sharded_tensor import ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, local_tensor
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.flat_buffers import BufferPool
