@@ -72,8 +72,8 @@ def _run(stop: StopListener) -> int:
     from mpu import groups as mpu_groups
 
     process_group.register_stop_check(stop.is_stop_pending)
-    process_group.init(config.parallel.distributed_backend, config.parallel.startup_limit,
-                       must_match=config.rank_invariant_settings())
+    process_group.init_process_group(env, config.parallel.distributed_backend, config.parallel.startup_limit,
+                                     must_match=config.rank_invariant_settings())
     device = process_group.device_for(env, config.parallel.distributed_backend)
     if device.type == "cpu":
         keep_freed_memory(return_large_blocks="nvme" in (config.offload.offload_optimizer_device,
@@ -99,7 +99,7 @@ def _run(stop: StopListener) -> int:
                   *recompute_notes(config.recompute, groups.tp.size, device),
                   *processor_notes(config.precision.name, device))
         log.start_run(config, header_record(config, groups, device), header_lines(config, groups, device, tokenizer))
-        for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.console.notes):
+        for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.notes):
             log.print_line(config.key_names.translate(line))
         trainer = Trainer(config, engine, build.micro_batch_sampler(config, groups, tokenizer), device, log,
                           checkpoints.save_function(engine, log.saved), stop, build.token_bytes(config, tokenizer))

@@ -61,7 +61,7 @@ def main() -> None:
     parser.add_argument("--layers", type=int, default=12, help="blocks (12)")
     parser.add_argument("--width", type=int, default=256, help="of a block: the smaller, the less a step takes (256)")
     options = parser.parse_args()
-    env = process_group.init()
+    env = process_group.init_process_group()
     torch.set_num_threads(1)
     model = Blocks(options.layers, options.width)
     engine = zero.initialize(model=model, model_parameters=model.parameters(), config={

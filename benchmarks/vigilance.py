@@ -154,7 +154,7 @@ def steps_child(name: str, pairs: int) -> int:
     from megatron.train import build
     from mpu import groups as mpu_groups
 
-    env = process_group.init()
+    env = process_group.init_process_group()
     groups = mpu_groups.build(1)
     torch.set_num_threads(1)
     config = build_config({**MODELS[name], "max_position_embeddings": SEQ[name], "batch_size": 1, "zero_stage": 3,
@@ -235,7 +235,7 @@ def settings_child() -> int:
     from megatron.zero.api.checkpoint_io import check_save_call
     from mpu import groups as mpu_groups
 
-    env, world = process_group.init(), mpu_groups.build(1).world
+    env, world = process_group.init_process_group(), mpu_groups.build(1).world
     arguments = {"tag": None, "save_latest": True, "in_background": False, "keep": asdict(Keep())}
     found = fastest(lambda: check_save_call(arguments, {"epoch": 1}, world))
     if env.rank == 0:

@@ -64,13 +64,12 @@ def suggest_spelling(word: str, known: Iterable[str]) -> str:
 class StrictArgumentParser(argparse.ArgumentParser):
     """argparse whose usage errors are exceptions, with dashes or underscores in flags, and no abbreviations."""
 
-    def __init__(self, prog: str, description: str | None = None, *, hint: str | None = None,
-                 usage_error: type[Exception] = UsageError, **more: Any) -> None:
-        """`hint` ends each usage error; None: where the flags are described."""
+    def __init__(self, prog: str, description: str | None = None, *, usage_error: type[Exception] = UsageError,
+                 **more: Any) -> None:
         if prog.startswith("data."):  # a sub-command's prog is set by argparse
             prog = command_name(f"python -m {prog}")
         super().__init__(prog=prog, description=description, allow_abbrev=False, **more)
-        self._hint, self._usage_error = hint or f"see {self.prog} --help", usage_error
+        self._usage_error = usage_error
 
     def parse_args(self, args: Sequence[str] | None = None) -> argparse.Namespace:  # type: ignore[override]
         args_found, unknown = self.parse_known_args(normalize_flag_names(sys.argv[1:] if args is None else args))
@@ -89,7 +88,7 @@ class StrictArgumentParser(argparse.ArgumentParser):
 
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)  # the first of its names
-        raise self._usage_error(f"{message}; {self._hint}")
+        raise self._usage_error(f"{message}; see {self.prog} --help")
 
 
 def positive(text: str) -> int:

@@ -42,7 +42,7 @@ NAMES_OF_DISTRIBUTED = {
         "rendezvous"},
     "megatron.zero.utils": QUERIES_OF_DISTRIBUTED,  # for the log of a script
     "megatron.fsdp": {"fsdp", "checkpoint"}, "megatron.fsdp.fully_shard": {"fsdp"},  # torch's policies and options
-    "megatron.fsdp.optim_state": {"checkpoint"},  # torch's StateDictOptions
+    "megatron.fsdp.state_dict": {"checkpoint"},  # torch's StateDictOptions
     "megatron.fsdp.sharded_tensor": {"checkpoint"},  # the records of its protocol
 }
 """What a module may use of torch.distributed, besides its types; two modules of mpu may use all of it."""

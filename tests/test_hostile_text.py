@@ -23,14 +23,15 @@ from data.webtext.documents import DocumentCounts
 from data.webtext.runner import StageRecord
 from megatron.checkpoint import cli as checkpoint
 from megatron.checkpoint.tags import print_to_stderr
+from megatron.config.tree import LogConfig
 from megatron.distributed import exit_codes
 from megatron.inference.frontends import AnswerWriter
 from megatron.inference.prompts import Terminal
-from megatron.metrics.console import Console
 from megatron.metrics.sinks import JsonlSink, RunConfigRecord
 from megatron.report.run_report import RunHistory, report_page
 from megatron.serve import cli as serve
 from megatron.serve.app import playground
+from megatron.train.run_log import RunLog
 from tests.megatron.report.written import CONFIG, evaluation, step
 
 TEXTS = {
@@ -66,9 +67,9 @@ def data_error(text: str) -> None:
 
 
 def console_line(text: str) -> None:
-    console = Console(1, 1, 0, writes=True)
-    console.print_line(f" saved global_step1 to {text}")
-    console.close()
+    log = RunLog(LogConfig(log_interval=1), 1, 0, writes=True)
+    log.print_line(f" saved global_step1 to {text}")
+    log.close()
 
 
 def checkpoint_list(text: str) -> str:

@@ -1,4 +1,4 @@
-"""Parse the command line into a Config. The only module that builds the trainer's argparse parser.
+"""Parse the command line into a Config: every flag is a field, and one walk over the words reads them.
 
 Precedence: explicit flags and the keys of `--deepspeed-config` (which must agree), then the preset, then the field's
 default. Dashes and underscores in flag names are the same.
@@ -6,59 +6,44 @@ default. Dashes and underscores in flag names are the same.
 
 from __future__ import annotations
 
-import argparse
+import re
 import sys
 import typing
 from collections import deque
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
-from dataclasses import replace
-from functools import partial
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cache
 from pathlib import Path
-from typing import Any, Literal, NoReturn
+from typing import Any, Literal, NamedTuple
 
-from data.cli import StrictArgumentParser, normalize_flag_names, suggest_spelling
+from data.cli import suggest_spelling
 from megatron.config import ds_json
-from megatron.config.cli_help import (FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, full_help,
-                                      short_help)
-from megatron.config.config_errors import ErrorCollector, ErrorList, FlagToKeyNames, SettingError
+from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, help_text
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import flag_name, setting_of
-from megatron.config.tree import PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
+from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, SettingError, flag_name,
+                                    setting_of)
+from megatron.config.tree import FIELDS, PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
 
 YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}  # values that may follow a switch
 OPTIMIZER_DEVICE = "offload_optimizer_device"
 CPU_OPTIMIZER_TEXT = "--cpu-optimizer, which is --offload-optimizer-device"
-
-
-class _PrintTextAction(argparse.Action):
-    """Print a text and exit."""
-
-    def __call__(self, parser: argparse.ArgumentParser, *_: Any) -> NoReturn:
-        text: Callable[[], str] = self.const
-        print(text(), flush=True)
-        sys.exit(0)
+LISTS_EVERY_FLAG = "`--help-all` lists every flag"
+PRINTED_TEXTS: dict[str, Callable[[], str]] = {  # flags that print a text and exit
+    **dict.fromkeys(("-h", "--help"), lambda: help_text(short=True)), "--help-all": lambda: help_text(short=False),
+    "--version": lambda: f"{DISTRIBUTION} {__version__}"}
 
 
 def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Collection[str] = ()) -> Config:
     """The Config that these flags describe; ConfigError names every flag that is wrong. `world_size` is used to solve
     the batch sizes of a `--deepspeed_config`. `other_options` are the options of another command (planner, tuner) that
     these flags were given to."""
-    parser, errors = build_parser(), ErrorCollector()
-    words, notes = translate_argv(parser, argv, errors, foreign=PLANNER_FLAGS if other_options else FOREIGN_FLAGS)
-    given = argparse.Namespace()
-    try:
-        given, unknown = parser.parse_known_args(words)
-        if unknown:
-            errors += _unknown_flag_errors(parser, unknown, words, other_options)
-        errors += _alias_errors(parser, words)
-    except ConfigError as error:  # collected: one message names everything that is wrong
-        errors.append(str(error))
+    errors = ErrorCollector()
+    command_line = CommandLine(deque(argv), errors, other_options)
+    values = command_line.read()
     errors.raise_if_any()
-    values: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value
-                              for name, value in vars(given).items()}
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     folder = values.get("load_hf")
     if folder is not None and ("load" not in values or Path(folder).exists()):  # gone: the run resumes
@@ -85,139 +70,150 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
         errors.raise_if_any()
     given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
     unread = (f" note: {line}" for line in unused_settings(config, values, given_fields))
-    return replace(config, notes=(*notes, *unread, *config.notes))
+    return replace(config, notes=(*command_line.notes, *unread, *config.notes))
 
 
 def is_dry_run(argv: Sequence[str]) -> bool:
     """Whether --dry-run is given: plan the run, do not start it."""
-    words = (word.partition("=") for word in normalize_flag_names(argv))
+    words = (word.replace("_", "-").partition("=") for word in argv)
     return any(name == "--dry-run" and (not equals or value.lower() in YES) for name, equals, value in words)
 
 
-def build_parser() -> argparse.ArgumentParser:
-    parser = StrictArgumentParser("pretrain_gpt2.py", hint="`--help-all` lists every flag", usage_error=ConfigError,
-                                  add_help=False, argument_default=argparse.SUPPRESS)
-    parser.add_argument("-h", "--help", action=_PrintTextAction, nargs=0, const=short_help)
-    parser.add_argument("--help-all", action=_PrintTextAction, nargs=0, const=full_help)
-    parser.add_argument("--version", action=_PrintTextAction, nargs=0, const=lambda: f"{DISTRIBUTION} {__version__}")
-    parser.add_argument("--preset", type=partial(_choice, "--preset", tuple(PRESETS), {}))
-    parser.add_argument("--dry-run", action="store_true")
-    parser.add_argument("--cpu-optimizer", "--optimizer-cpu-offload", action=argparse.BooleanOptionalAction)
-    parser.add_argument("--use-distributed-optimizer", dest="zero_stage", action="store_const", const=1)
-    parser.add_argument("--deepspeed-config", "--deepscale-config")
-    parser.add_argument("--deepspeed", "--deepscale", action=argparse.BooleanOptionalAction)
-    for item, kind in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
-        flag = flag_name(item.name)
-        names = [flag, *(f"--{alias}" for alias in setting_of(item).aliases)]
-        if kind is bool:
-            action = "store_true" if item.name.startswith("no_") else argparse.BooleanOptionalAction
-            parser.add_argument(*names, dest=item.name, action=action)
-        elif typing.get_origin(kind) is tuple:
-            parser.add_argument(*names, dest=item.name, nargs="+")
-        elif typing.get_origin(kind) is Literal:
-            refused = {text: why for key in setting_of(item).keys for text, why in key.refused.items()}
-            parser.add_argument(*names, dest=item.name, type=partial(_choice, flag, typing.get_args(kind), refused))
-        else:
-            parser.add_argument(*names, dest=item.name, type=kind if kind is str else partial(_number, flag, kind))
-    return parser
+class Flag(NamedTuple):
+    """What a flag sets."""
+
+    field: str
+    kind: Any  # str, int, float, tuple (one word or more), or a tuple of choices
+    switch_value: Any = None  # what a switch sets; None: a value follows
+    opposite: str = ""  # the flag that takes a switch back
 
 
-def _number(flag: str, kind: type, text: str) -> Any:
-    """A number; an integer may be in scientific notation (5e8)."""
-    try:
-        value = float(text)
-        if kind is int and not value.is_integer():
-            raise ValueError
-        return value if kind is float else int(text) if text.strip().lstrip("+-").isdigit() else int(value)
-    except ValueError:
-        raise ConfigError(f"{flag} is {text}: expected {'an integer' if kind is int else 'a number'}") from None
-
-
-def _choice(flag: str, choices: tuple[str, ...], refused: Mapping[str, str], text: str) -> str:
-    """One of `choices`; `refused` explains values that users may expect."""
-    if text not in choices:
-        why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, choices)
-        raise ConfigError(f"{flag} is {text}: expected {', '.join(choices[:-1])} or {choices[-1]}"
-                          + (f"; {why}" if why else ""))
-    return text
-
-
-def translate_argv(parser: argparse.ArgumentParser, argv: Sequence[str], errors: ErrorList,
-                   foreign: Mapping[str, tuple[str, ...]] = FOREIGN_FLAGS) -> tuple[list[str], list[str]]:
-    """(words for the parser, notes on flags without effect). Names get dashes, --compile=False becomes --no-compile,
-    and flags of other programs are answered; what cannot be accepted goes to `errors`."""
-    switches = {option: action for action in parser._actions if action.nargs == 0 for option in action.option_strings}
-    given, words, notes = deque(normalize_flag_names(argv)), list[str](), list[str]()
-    while given:
-        word = given.popleft()
-        name, equals, value = word.partition("=")
-        flag = name[2:].lower()
-        if name.startswith("--") and flag in foreign:
-            if not equals and given and given[0] and not given[0].startswith("--"):
-                value = given.popleft()
-            answer, *accepted = foreign[flag]
-            if flag == "remote-device" and value and value not in accepted:
-                words += [name.lower(), value]
-            elif value not in accepted and not (value and "*" in accepted):
-                errors.append(f"{name}{f' {value}' if value else ''} is not a flag here: {answer}")
-            elif flag in NOTED_FLAGS:
-                notes.append(f" note: {name} has no effect: {answer}")
-        elif equals and name in switches:
-            opposite = _negated_flag(name, switches[name])
-            if value.lower() in YES:
-                words.append(name)
-            elif value.lower() in NO:
-                words += [opposite] if opposite else []
-            elif name == "--deepspeed":
-                errors.append(f"{word}: use --deepspeed --deepspeed_config {value}")
+@cache
+def known_flags() -> dict[str, Flag]:
+    """Each name of each flag."""
+    flags = {"--preset": Flag("preset", tuple(PRESETS)), "--dry-run": Flag("dry_run", bool, True),
+             "--use-distributed-optimizer": Flag("zero_stage", int, 1)}
+    declared: list[tuple[Any, ...]] = [
+        ("deepspeed", bool, "deepscale"), ("deepspeed_config", str, "deepscale-config"),
+        ("cpu_optimizer", bool, "optimizer-cpu-offload"),
+        *((item.name, kind, *setting_of(item).aliases)
+          for section in SECTIONS.values() for item, kind in fields_with_types(section))]
+    for name, kind, *aliases in declared:
+        choices = typing.get_args(kind) if typing.get_origin(kind) is Literal else None
+        for flag in (flag_name(name), *(f"--{alias}" for alias in aliases)):
+            if kind is not bool:
+                flags[flag] = Flag(name, choices or typing.get_origin(kind) or kind)
+            elif name.startswith("no_"):
+                flags[flag] = Flag(name, bool, True)
             else:
-                errors.append(f"{word}: {name} is a switch, use {name} or {opposite or 'leave it out'}")
-        else:
-            words.append(word)
-    return words, notes
+                off = f"--no-{flag[2:]}"
+                flags |= {flag: Flag(name, bool, True, off), off: Flag(name, bool, False, flag)}
+    return flags
 
 
-def _negated_flag(name: str, action: argparse.Action) -> str:
-    """The flag that turns a switch off; "" if there is none."""
-    if not isinstance(action, argparse.BooleanOptionalAction):
-        return ""
-    return f"--{name[5:]}" if name.startswith("--no-") else f"--no-{name[2:]}"
+@dataclass
+class CommandLine:
+    """Reads the words of a command line; what cannot be accepted goes to `errors`. `other_options` are those of another
+    command that these words were given to."""
+
+    words: deque[str]
+    errors: ErrorList
+    other_options: Collection[str] = ()
+    notes: list[str] = field(default_factory=list)  # on flags without effect
+
+    def read(self) -> dict[str, Any]:
+        """Field -> value. Of a flag that is given twice the last value wins: scripts' flags yield to their user's."""
+        foreign = PLANNER_FLAGS if self.other_options else FOREIGN_FLAGS
+        values, typed = dict[str, Any](), dict[str, dict[str, Any]]()  # `typed`: field -> name -> value
+        while self.words:
+            name, equals, text = self.words.popleft().partition("=")
+            name = name.replace("_", "-") if name.startswith("--") else name
+            if name in PRINTED_TEXTS:
+                print(PRINTED_TEXTS[name](), flush=True)
+                sys.exit(0)
+            try:
+                if name.startswith("--") and name[2:].lower() in foreign:
+                    if not equals and self._value_follows():
+                        text = self.words.popleft()
+                    if not self._is_remote_device(name, text, *foreign[name[2:].lower()]):
+                        continue
+                    name, equals = name.lower(), "="
+                flag = known_flags().get(name)
+                if flag is None:
+                    raise self._unknown_word_error(name)
+                if flag.switch_value is None:
+                    given = [text] if equals else []
+                    while not equals and self._value_follows() and (not given or flag.kind is tuple):
+                        given.append(self.words.popleft())
+                    value = _convert(flag, given)
+                else:
+                    value = self._switch_value(name, flag, text if equals else None)
+            except ConfigError as error:  # collected: one message names everything that is wrong
+                self.errors.append(str(error))
+                continue
+            if value is not None:
+                values[flag.field] = typed.setdefault(flag.field, {})[name.replace("--no-", "--")] = value
+        for (first, value), *others in (list(names.items()) for names in typed.values()):
+            self.errors += [f"{first} is {value_text(value)}, but {name} is {value_text(other)}: they set the same "
+                            "option; give only one of them" for name, other in others if other != value]
+        return values
+
+    def _value_follows(self) -> bool:
+        """Whether the next word is no flag. A negative number is a value, as are "-" and a text with blanks."""
+        return bool(self.words) and not re.fullmatch(r"-(?!\.?\d)\S+", self.words[0])
+
+    def _is_remote_device(self, name: str, value: str, answer: str, *accepted: str) -> bool:
+        """Answer a flag of another program; True for --remote-device with a value that our flag of this name takes."""
+        if name.lower() == "--remote-device" and value and value not in accepted:
+            return True
+        if value not in accepted and not (value and "*" in accepted):
+            raise ConfigError(f"{name}{f' {value}' if value else ''} is not a flag here: {answer}")
+        if name[2:].lower() in NOTED_FLAGS:
+            self.notes.append(f" note: {name} has no effect: {answer}")
+        return False
+
+    def _unknown_word_error(self, word: str) -> ConfigError:
+        """The error of an unknown flag or a stray word; the words that follow up to the next flag are passed over."""
+        while self._value_follows():
+            self.words.popleft()
+        if not word.startswith("-"):
+            return ConfigError(f"unexpected argument {word}: flags begin with --; `--help` lists those of a first run")
+        hint = suggest_spelling(word, {*known_flags(), *PRINTED_TEXTS, *self.other_options}) or LISTS_EVERY_FLAG
+        return ConfigError(f"unknown flag {word}: {hint}")
+
+    def _switch_value(self, name: str, flag: Flag, text: str | None) -> Any:
+        """What a switch sets, or None: --compile=False is --no-compile. `text` follows its `=`."""
+        word = self.words[0] if text is None and self._value_follows() else ""
+        if word.lower() in YES | NO:
+            remedy = (f"give {name} alone" if word.lower() in YES else
+                      f"give {flag.opposite}" if flag.opposite else f"leave {name} out")
+            raise ConfigError(f"unexpected argument {self.words.popleft()}: {name} takes no value; {remedy}")
+        if word and name == "--deepspeed":
+            raise ConfigError(f"unexpected argument {self.words.popleft()}: use --deepspeed --deepspeed_config {word}")
+        if text is None or text.lower() in YES:
+            return flag.switch_value
+        if text.lower() in NO:
+            return known_flags()[flag.opposite].switch_value if flag.opposite else None
+        if name == "--deepspeed":
+            raise ConfigError(f"{name}={text}: use --deepspeed --deepspeed_config {text}")
+        raise ConfigError(f"{name}={text}: {name} is a switch, use {name} or {flag.opposite or 'leave it out'}")
 
 
-def _unknown_flag_errors(parser: argparse.ArgumentParser, unknown: Sequence[str], arguments: Sequence[str],
-                         other_options: Collection[str]) -> list[str]:
-    """An error text for each unknown flag and for each switch with a value; else for the first stray argument."""
-    known = {option: action for action in parser._actions for option in action.option_strings}
-    valued = [(before, word) for before, word in zip(arguments, arguments[1:])
-              if before in known and known[before].nargs == 0 and word.lower() in YES | NO]
-    sentences = [f"unexpected argument {word}: {before} takes no value; "
-                 + (f"give {before} alone" if word.lower() in YES else
-                    f"give {opposite}" if (opposite := _negated_flag(before, known[before])) else f"leave {before} out")
-                 for before, word in valued]
-    for flag in (word.partition("=")[0] for word in unknown if word.startswith("-")):
-        hint = suggest_spelling(flag, {*known, *other_options}) or "`--help-all` lists every flag"
-        sentences.append(f"unknown flag {flag}: {hint}")
-    for word in () if sentences else unknown[:1]:
-        is_ds_config = arguments.index(word) > 0 and arguments[arguments.index(word) - 1] == "--deepspeed"
-        hint = f"use --deepspeed --deepspeed_config {word}" if is_ds_config else \
-            "flags begin with --; `--help` lists those of a first run"
-        sentences.append(f"unexpected argument {word}: {hint}")
-    return sentences
-
-
-def _alias_errors(parser: argparse.ArgumentParser, arguments: Sequence[str]) -> Iterator[str]:
-    """An error text for each setting whose aliases differ. Of one name the last value wins (scripts' flags)."""
-    known, typed = parser._option_string_actions, dict[str, dict[str, list[str]]]()
-    words: list[str] = []  # a flag and its values
-    for word in arguments:
-        if word.startswith("--"):
-            words, action = [], known.get(word.partition("=")[0])
-            if action is not None:
-                typed.setdefault(action.dest, {})[word.partition("=")[0].replace("--no-", "--")] = words
-        words.append(word)
-    for field, names in typed.items():
-        if len(names) > 1:
-            values = {name: getattr(parser.parse_known_args(words)[0], field) for name, words in names.items()}
-            (first, value), *others = values.items()
-            yield from (f"{first} is {value_text(value)}, but {name} is {value_text(other)}: they set the same option; "
-                        "give only one of them" for name, other in others if other != value)
+def _convert(flag: Flag, given: list[str]) -> Any:
+    """The value of the words behind a flag. An integer may be in scientific notation (5e8)."""
+    name, kind = flag_name(flag.field), flag.kind
+    if not given:
+        count = "at least one" if kind is tuple else "one"
+        raise ConfigError(f"{name}: expected {count} argument; {LISTS_EVERY_FLAG}")
+    text = given[0]
+    if kind is tuple or kind is str or isinstance(kind, tuple) and text in kind:
+        return tuple(given) if kind is tuple else text
+    if isinstance(kind, tuple):
+        keys = setting_of(FIELDS[flag.field]).keys if flag.field in FIELDS else ()
+        refused = {value: reason for key in keys for value, reason in key.refused.items()}  # that users may expect
+        why = refused.get(text.lower().replace("_", "")) or suggest_spelling(text, kind)
+        raise ConfigError(f"{name} is {text}: expected {', '.join(kind[:-1])} or {kind[-1]}{why and f'; {why}'}")
+    try:
+        return JSON_TYPE_OF[kind].convert(int(text) if text.strip().lstrip("+-").isdigit() else float(text))
+    except ValueError:
+        raise ConfigError(f"{name} is {text}: expected {JSON_TYPE_OF[kind].expected}") from None

@@ -160,34 +160,25 @@ def require_positive(options: argparse.Namespace, *names: str) -> None:
             raise ConfigError(f"--{name.replace('_', '-')} is {value:g}: expected {least}")
 
 
-def _usage_lines() -> list[str]:
-    """Usage and examples, as typed in a clone or for an installed package."""
+def help_text(*, short: bool) -> str:
+    """Usage and examples, as typed in a clone or for an installed package, then every flag by topic; `short`: those of
+    a first run."""
     program = command_name("python pretrain_gpt2.py")
     launch = ("gpt2-launch --nproc-per-node 2 -m pretrain_gpt2" if program == "gpt2-train" else
               "python -m megatron.launch --nproc-per-node 2 pretrain_gpt2.py")
-    return [f"usage: {program} [FLAGS]", "", EXAMPLES.format(program=program, launch=launch)]
-
-
-def short_help() -> str:
-    """The flags of a first run."""
-    lines = _usage_lines()
-    for flag, text in COMMON_FLAGS.items():
-        lines += _help_entry(flag, text)
-    for item, hint in (pair for section in SECTIONS.values() for pair in fields_with_types(section)):
-        if setting_of(item).common:
-            lines += _field_entry(item, hint, short=True)
-    return "\n".join([*lines, "", "--help-all lists every flag; README.md and docs/ are the guide."])
-
-
-def full_help() -> str:
-    """Every flag, by topic."""
-    lines = [*_usage_lines(), "Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
-    for flag, text in {**COMMON_FLAGS, **RARE_FLAGS}.items():
+    lines = [f"usage: {program} [FLAGS]", "", EXAMPLES.format(program=program, launch=launch)]
+    if not short:
+        lines += ["Dashes and underscores are the same in flag names. --[no-]NAME is a switch.", ""]
+    for flag, text in {**COMMON_FLAGS, **({} if short else RARE_FLAGS)}.items():
         lines += _help_entry(flag, text)
     for name, section in SECTIONS.items():
-        lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
+        if not short:
+            lines += ["", *textwrap.wrap(f"{name}: {' '.join((section.__doc__ or '').split())}", WIDTH), ""]
         for item, hint in fields_with_types(section):
-            lines += _field_entry(item, hint)
+            if setting_of(item).common or not short:
+                lines += _field_entry(item, hint, short)
+    if short:
+        lines += ["", "--help-all lists every flag; README.md and docs/ are the guide."]
     return "\n".join(lines)
 
 
@@ -197,7 +188,7 @@ def fields_with_types(section: type) -> Iterator[tuple[Field[Any], Any]]:
     return ((item, plain_type(hints[item.name])[0]) for item in fields(section))
 
 
-def _field_entry(item: Field[Any], hint: Any, short: bool = False) -> list[str]:
+def _field_entry(item: Field[Any], hint: Any, short: bool) -> list[str]:
     """The flag with the placeholder of its value, and its text; `short` leaves out how a switch is turned off, the
     choices and the aliases."""
     flag, text, kind = flag_name(item.name), setting_of(item).help, typing.get_origin(hint)

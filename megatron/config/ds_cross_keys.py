@@ -10,11 +10,10 @@ import os
 from collections.abc import Iterator, Mapping
 from typing import Any
 
-from megatron.config.config_errors import ErrorList
 from megatron.config.ds_keys import DsKeyValues
 from megatron.config.model_config import TrainConfig
 from megatron.config.optimizer_config import (AUTO_STEPS, DEEPSPEED_TYPES, OPTIMIZER_SWITCHES, OPTIMIZERS,
-                                              SCHEDULER_TYPES, OptimConfig, ScheduleConfig)
+                                              SCHEDULER_TYPES, OptimConfig)
 from megatron.config.schema import require
 
 FieldValue = tuple[str, Any, str]  # (field, value, path of the key)
@@ -45,7 +44,7 @@ _WEIGHT_GROUP_FIELDS = (
 DEEPSPEED_JOB, DEEPSPEED_PROJECT = "DeepSpeedJobName", "deepspeed"
 
 
-def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList) -> Iterator[FieldValue]:
+def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any]) -> Iterator[FieldValue]:
     """Fields set by parameters whose meaning depends on the optimizer; a flag may name it if the file does not."""
     if "optimizer.type" in ds_values.invalid_keys:
         return
@@ -60,8 +59,8 @@ def optimizer_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems:
         if name in OPTIMIZER_SWITCHES and name not in params.extra and value is False:
             continue
         if name not in params.parameters:
-            problems.append(f"{path} is not a parameter of {named or optimizer}, which takes "
-                            f"{', '.join(params.parameters)}; leave it out")
+            ds_values.errors.append(f"{path} is not a parameter of {named or optimizer}, which takes "
+                                    f"{', '.join(params.parameters)}; leave it out")
         elif path in ds_values.auto_keys:
             if name == FREEZE_STEP:
                 yield params.fields[name], AUTO_STEPS, path
@@ -86,28 +85,28 @@ def param_group_min_lr(ds_values: DsKeyValues) -> float | None:
     return 0.0 if kind in ("WarmupLR", "WarmupDecayLR") and WARMUP_PEAK not in ds_values.keys else None
 
 
-def scheduler_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
-                     peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
+def scheduler_fields(ds_values: DsKeyValues, flags: Mapping[str, Any], peak: float) -> Iterator[FieldValue]:
     """Fields of the scheduler section. `peak` is the learning rate if neither the file nor a flag sets one."""
     kind = ds_values.keys.get("scheduler.type")
     if kind is None:
         tried = (*ds_values.keys, *ds_values.auto_keys, *ds_values.invalid_keys)
-        problems.require("scheduler.type" in tried or not any(path.startswith("scheduler.params.") for path in tried),
-                         f"scheduler.type is missing; expected {' or '.join(SCHEDULER_TYPES)}")
+        if "scheduler.type" not in tried and any(path.startswith("scheduler.params.") for path in tried):
+            ds_values.errors.append(f"scheduler.type is missing; expected {' or '.join(SCHEDULER_TYPES)}")
         return
     for path in filter(lambda path: path.startswith("scheduler.params."), (*ds_values.keys, *ds_values.auto_keys)):
-        problems.require(path.removeprefix("scheduler.params.") in SCHEDULER_PARAMS[kind].split(),
-                         f"{path} is not a parameter of {kind}; leave it out")
-    if kind == "OneCycle":
-        yield from _one_cycle_fields(ds_values, problems)
-    elif kind == "LRRangeTest":
-        yield from _range_test_fields(ds_values)
-    else:
-        yield from _warm_up_fields(ds_values, kind, flags, problems, peak)
+        ds_values.errors.require(path.removeprefix("scheduler.params.") in SCHEDULER_PARAMS[kind].split(),
+                                 f"{path} is not a parameter of {kind}; leave it out")
+    if kind.startswith("Warmup"):
+        yield from _warm_up_fields(ds_values, kind, flags, peak)
+        return
+    ends = ("scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr") if kind == "OneCycle" else ()
+    for path in ends:
+        ds_values.errors.require(ds_values.is_given(path) or path in ds_values.invalid_keys, f"OneCycle needs {path}")
+    if ds_values.keys.keys() >= {*ends}:
+        yield from _cycle_or_range_fields(ds_values, kind)
 
 
-def _warm_up_fields(ds_values: DsKeyValues, kind: str, flags: Mapping[str, Any], problems: ErrorList,
-                    peak: float) -> Iterator[FieldValue]:
+def _warm_up_fields(ds_values: DsKeyValues, kind: str, flags: Mapping[str, Any], peak: float) -> Iterator[FieldValue]:
     if WARMUP_STEPS in ds_values.invalid_keys or TOTAL_STEPS in ds_values.invalid_keys:
         return
     total, warmup = ds_values.keys.get(TOTAL_STEPS), ds_values.keys.get(WARMUP_STEPS)
@@ -116,10 +115,10 @@ def _warm_up_fields(ds_values: DsKeyValues, kind: str, flags: Mapping[str, Any],
     if kind == "WarmupLR":
         total = max(1, warmup or 0)  # a constant rate has no end of decay
     if total is None:
-        problems.append(f"{kind} needs {TOTAL_STEPS} as a number")
+        ds_values.errors.append(f"{kind} needs {TOTAL_STEPS} as a number")
         return
     if warmup is not None and warmup > total:
-        problems.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
+        ds_values.errors.append(f"{WARMUP_STEPS} {warmup} is above {TOTAL_STEPS} {total}")
         return
     where = ds_values.first_given(WARMUP_STEPS, "scheduler.type")
     yield "lr_decay_style", SCHEDULER_TYPES[kind], "scheduler.type"
@@ -139,23 +138,26 @@ def _warm_up_fields(ds_values: DsKeyValues, kind: str, flags: Mapping[str, Any],
         yield "min_lr", floor, ds_values.first_given(COSINE_FLOOR, "scheduler.type")
 
 
-def _one_cycle_fields(ds_values: DsKeyValues, problems: ErrorList) -> Iterator[FieldValue]:
-    """OneCycle: from cycle_min_lr to cycle_max_lr and back, then decay."""
-    def of(name: str, default: Any) -> tuple[Any, str]:
+def _cycle_or_range_fields(ds_values: DsKeyValues, kind: str) -> Iterator[FieldValue]:
+    """OneCycle: from cycle_min_lr to cycle_max_lr and back, then decay. LRRangeTest: growth in equal steps."""
+    def of(name: str, default: Any = None) -> tuple[Any, str]:
         path = f"scheduler.params.{name}"
         return ds_values.keys.get(path, default), path if path in ds_values.keys else "scheduler.type"
 
-    lowest, highest = "scheduler.params.cycle_min_lr", "scheduler.params.cycle_max_lr"
-    for path in (lowest, highest):
-        problems.require(ds_values.is_given(path) or path in ds_values.invalid_keys, f"OneCycle needs {path}")
-    if not ds_values.keys.keys() >= {lowest, highest}:
+    if kind == "LRRangeTest":
+        stairs, where = of("lr_range_test_staircase", False)
+        yield "lr_decay_style", "range-test-stairs" if stairs else "range-test", where
+        for field, name, default in (("min_lr", "min_lr", 0.001), ("lr", "min_lr", 0.001),
+                                     ("lr_decay_iters", "step_size", DEEPSPEED_CYCLE_STEPS),
+                                     ("cycle_decay", "step_rate", 1.0)):
+            yield field, *of(f"lr_range_test_{name}", default)
         return
     first, where = of("cycle_first_step_size", DEEPSPEED_CYCLE_STEPS)
     second, where_second = of("cycle_second_step_size", first)
     interval, _ = of("decay_step_size", 0)
-    yield "lr_decay_style", SCHEDULER_TYPES["OneCycle"], "scheduler.type"
-    yield "min_lr", ds_values.keys[lowest], lowest
-    yield "lr", ds_values.keys[highest], highest
+    yield "lr_decay_style", SCHEDULER_TYPES[kind], "scheduler.type"
+    yield "min_lr", *of("cycle_min_lr")
+    yield "lr", *of("cycle_max_lr")
     yield "lr_warmup_iters", first, where
     yield "lr_decay_iters", first + second, where_second
     for field, name in (("cycle_decay", "decay_lr_rate"), ("cycle_mom_growth", "decay_mom_rate")):
@@ -163,18 +165,6 @@ def _one_cycle_fields(ds_values: DsKeyValues, problems: ErrorList) -> Iterator[F
         yield field, rate / interval if interval else 0.0, path
     for name, default in (("cycle_momentum", True), ("cycle_min_mom", 0.8), ("cycle_max_mom", 0.9)):
         yield name, *of(name, default)
-
-
-def _range_test_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:
-    """LRRangeTest: a rate that grows in equal steps."""
-    prefix = "scheduler.params.lr_range_test_"
-    for field, name, default in (("lr_decay_style", "staircase", False), ("min_lr", "min_lr", 0.001),
-                                 ("lr", "min_lr", 0.001), ("lr_decay_iters", "step_size", DEEPSPEED_CYCLE_STEPS),
-                                 ("cycle_decay", "step_rate", 1.0)):
-        value = ds_values.keys.get(prefix + name, default)
-        if name == "staircase":
-            value = "range-test-stairs" if value else "range-test"
-        yield field, value, prefix + name if prefix + name in ds_values.keys else "scheduler.type"
 
 
 def monitor_fields(ds_values: DsKeyValues) -> Iterator[FieldValue]:

@@ -22,14 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from megatron.config import ds_cross_keys
-from megatron.config.config_errors import (ErrorCollector, ErrorList, FlagToKeyNames, SettingError, SettingErrors,
-                                           error_sentences)
 from megatron.config.ds_cross_keys import (BATCH_FIELDS, BATCH_SIZE_KEYS, FREEZE_STEP, OPTIMIZER_PARAMS, WARMUP_STEPS,
                                            FieldValue, solve_batch_sizes)
 from megatron.config.ds_keys import (AUTO_VALUE, DS_KEYS, DS_OBJECTS, DsKeyValues, FixedValue, IgnoredKey, RenamedKey,
                                      UnsupportedSection, keys_of_fields)
 from megatron.config.optimizer_config import OPTIMIZERS, ScheduleConfig
-from megatron.config.schema import JsonKey, JsonType, flag_name, json_text, require
+from megatron.config.schema import (ErrorCollector, ErrorList, FlagToKeyNames, JsonKey, JsonType, SettingError,
+                                    error_sentences, flag_name, json_text, require)
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
@@ -46,13 +45,12 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any] | DsKeyVa
     flags, fallback = flags or {}, fallback or {}
     errors = ErrorCollector() if collector is None else collector
     ds_values = source if isinstance(source, DsKeyValues) else parse_ds_json(source, argument)
-    problems = ds_values.errors
     # An engine gets no warm-up flags: "auto" means DeepSpeed's default then.
     in_effect = replace(ds_values, auto_keys=tuple(
         path for path in ds_values.auto_keys if not in_engine or path != WARMUP_STEPS))
     errors.doubtful.update(_fields_of_keys(ds_values.invalid_keys))
-    found = list(_field_values(in_effect, flags, problems, fallback.get("lr", ScheduleConfig.lr)))
-    errors.add_errors(problems, ds_values.name)
+    found = list(_field_values(in_effect, flags, fallback.get("lr", ScheduleConfig.lr)))
+    errors.add_errors(ds_values.errors, ds_values.name)
     errors.add_errors(_flag_conflicts(in_effect, found, flags))
     values = {**{name: value for name, value, _ in found}, **flags}
     if not values.get("fp16"):  # as in DeepSpeed, its other keys are ignored then
@@ -86,7 +84,7 @@ def build_ds_config(source: str | os.PathLike[str] | Mapping[str, Any] | DsKeyVa
 def read_ds_json(source: str | os.PathLike[str] | Mapping[str, Any], argument: str = "config") -> DsKeyValues:
     """The file's keys, checked one by one and together. `argument` names the parameter that held it, and a dict."""
     ds_values = parse_ds_json(source, argument)
-    list(_field_values(ds_values, {}, ds_values.errors))  # adds the errors of keys together
+    list(_field_values(ds_values, {}))  # adds the errors of keys together
     ds_values.errors.raise_if_any(ds_values.name)
     return ds_values
 
@@ -335,8 +333,8 @@ def _fields_of_keys(paths: Iterable[str]) -> Iterator[str]:
             yield row.field
 
 
-def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: ErrorList,
-                  peak: float = ScheduleConfig.lr) -> Iterator[FieldValue]:
+def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], peak: float = ScheduleConfig.lr,
+                  ) -> Iterator[FieldValue]:
     """(field, value, path of the key) for all but the batch sizes; keys that contradict each other are errors."""
     rows = ((DS_KEYS[path], value, path) for path, value in ds_values.keys.items())
     alone = ((row.field, row.convert(value), path)
@@ -347,11 +345,11 @@ def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], problems: Er
         if not values_are_close(other, value):
             one, two = (f"{ds_values.name_as_written(key)} {json_text(ds_values.raw_value(key))}"
                         for key in (where, path))
-            problems.append(SettingError(f"{{one}} and {{two}} disagree on {{{name}}}; leave one out", {name: value},
-                                         {"one": one, "two": two}))
+            ds_values.errors.append(SettingError(f"{{one}} and {{two}} disagree on {{{name}}}; leave one out",
+                                                 {name: value}, {"one": one, "two": two}))
         yield name, value, path
-    yield from ds_cross_keys.optimizer_fields(ds_values, flags, problems)
-    yield from ds_cross_keys.scheduler_fields(ds_values, flags, problems, peak)
+    yield from ds_cross_keys.optimizer_fields(ds_values, flags)
+    yield from ds_cross_keys.scheduler_fields(ds_values, flags, peak)
     yield from ds_cross_keys.monitor_fields(ds_values)
     yield from ds_cross_keys.layer_drop_fields(ds_values, flags)
 
@@ -364,7 +362,7 @@ def _batch_sizes(ds_values: DsKeyValues, flags: Mapping[str, Any], dp_size: int)
              for key in BATCH_SIZE_KEYS if key in ds_values.keys}
     if not given:
         return {}
-    problems = SettingErrors(flags)
+    problems = ErrorList(flags)
     for key, name in BATCH_FIELDS.items():
         if name in flags:
             value = flags[name]

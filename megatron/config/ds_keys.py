@@ -14,12 +14,11 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
-from megatron.config.config_errors import ErrorList
 from megatron.config.optimizer_config import OPTIMIZERS, extra_param_type
 from megatron.config.run_config import NOT_SIGNED_MESSAGE
 from megatron.config.schema import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
-                                    JSON_TYPE_OF, NUMBER, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, JsonKey, JsonType,
-                                    one_of, plain_type, setting_of)
+                                    JSON_TYPE_OF, NUMBER, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, ErrorList, JsonKey,
+                                    JsonType, one_of, plain_type, setting_of)
 from megatron.config.tree import SECTIONS
 
 AUTO_VALUE = "auto"

@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule
-from megatron.config.config_errors import ConfigSection, SettingErrors
-from megatron.config.schema import COUNT, MAX_INT64, NUMBER, JsonKey, NumberRange, one_of, setting
+from megatron.config.schema import (COUNT, MAX_INT64, NUMBER, ConfigSection, ErrorList, JsonKey, NumberRange, one_of,
+                                    setting)
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule
 
@@ -64,10 +64,9 @@ class ModelConfig(ConfigSection):
                                                        "gathers one tile at a time")
     tile_factor: int = setting(1, "a tile has about (hidden size / this) squared elements")
 
-    def check(self, errors: SettingErrors) -> None:
-        tiles = NumberRange(1, self.hidden_size)
-        errors.require(tiles.contains(self.tile_factor), "{tile_factor} is {found}: expected {tiles}",
-                       found=self.tile_factor, tiles=tiles)
+    def check(self, errors: ErrorList) -> None:
+        errors.require(1 <= self.tile_factor <= self.hidden_size, "{tile_factor} is {found}: expected {tiles}",
+                       found=self.tile_factor, tiles=NumberRange(1, self.hidden_size))
         errors.require(self.hidden_size % self.num_attention_heads == 0,
                        "{hidden_size=} is not divisible by {num_attention_heads=}")
 
@@ -123,7 +122,7 @@ class DataConfig(ConfigSection):
     reset_attention_mask: bool = setting(False, "attend only within a document")
     eod_mask_loss: bool = setting(False, "ignore the loss of the token after an end-of-document token")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(not (self.mock_data and self.train_data),
                        "{mock_data} and {train_data} exclude each other: give one of them")
 
@@ -160,7 +159,7 @@ class TrainConfig(ConfigSection):
     deterministic: bool = setting(False, "on a GPU: only kernels that give the same bits in every run, slower ones if "
                                          "need be (docs/training.md)")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(self.compile is not False or not self.cuda_graphs, "{cuda_graphs} and {no compile} exclude each "
                        "other: only what is compiled is replayed; leave one out")
         errors.require(not self.skip_train or self.evaluates_every > 0, "{skip_train} leaves nothing to do with "
@@ -278,7 +277,7 @@ class QuantizeConfig(ConfigSection):
     eigenvalue_verbose: bool = setting(False, "print the eigenvalues", json=_eigenvalue_keys("verbose"),
                                        needs="quantize_eigenvalue")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(not self.quantize_eigenvalue or self.quantize_training,
                        "{quantize_eigenvalue} needs {quantize_training}: it only says when bits fall")
         errors.require(not self.quantize_eigenvalue or self.quantize_period > 1,

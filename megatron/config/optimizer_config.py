@@ -11,9 +11,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any, Literal
 
-from megatron.config.config_errors import ConfigErrors, ConfigSection, SettingError, SettingErrors
 from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, JSON_TYPE_OF, NUMBER, NUMBER_FROM_0,
-                                    JsonKey, JsonType, NumberRange, flag_name, one_of, setting)
+                                    ConfigErrors, ConfigSection, ErrorList, JsonKey, JsonType, NumberRange,
+                                    SettingError, flag_name, one_of, setting)
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
                         "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
@@ -132,7 +132,7 @@ class OptimConfig(ConfigSection):
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
                                "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0)
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         freeze, optimizer = self.onebit_freeze_step, self.optimizer
         errors.require(freeze == AUTO_STEPS or freeze.isascii() and freeze.isdigit() and 0 < int(freeze) < 10**12,
                        "{onebit_freeze_step} is {freeze}: expected a number of steps from 1 on, or {auto}",
@@ -203,9 +203,10 @@ class OptimConfig(ConfigSection):
                 require(False, " is {given}: expected a number, true or false", given=value)
             except ValueError:
                 require(False, " is {given!r}: expected {kind}", given=given, kind=kind.expected)
+            allowed = EXTRA_RANGES.get(name)
             numbers = params[name] if isinstance(params[name], tuple) else (params[name],)
-            require(name not in EXTRA_RANGES or all(map(EXTRA_RANGES[name].contains, numbers)),
-                    " is {given}: expected {range}", range=EXTRA_RANGES.get(name),
+            require(allowed is None or all(allowed.least <= number <= allowed.most for number in numbers),
+                    " is {given}: expected {allowed}", allowed=allowed,
                     given=f"{given:g}" if isinstance(given, float) else given)
         return params
 
@@ -284,7 +285,7 @@ class ScheduleConfig(ConfigSection):
     use_checkpoint_lr_scheduler: bool = setting(False, "on resume, use the checkpoint's schedule and not these flags",
                                                 "use-checkpoint-opt-param-scheduler")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(self.min_lr <= self.lr, "{min_lr=} is above {lr=}")
         errors.require(self.lr_decay_style != "WSD" or self.lr_wsd_decay_iters is not None,
                        "{lr_decay_style=} needs {lr_wsd_decay_iters}: the number of steps of its decay")

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import Literal
 
-from megatron.config.config_errors import ConfigSection, SettingErrors
-from megatron.config.schema import BOOLEAN, COUNT_FROM_0, JsonKey, setting
+from megatron.config.schema import BOOLEAN, COUNT_FROM_0, ConfigSection, ErrorList, JsonKey, setting
 from megatron.errors import ConfigError
 
 NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
@@ -40,7 +39,7 @@ class SaveConfig(ConfigSection):
         False, "if the checkpoint to load is damaged, load its newest intact ancestor, never one of another branch")
     resume_dataloader: bool = setting(False, "accepted for old scripts: the data position is always restored")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(self.keep_every is None or self.keep_last is not None,
                        "{keep_every} needs {keep_last}: without it every checkpoint is kept")
         for name in ("finetune", "load_precision_change", "resume_fallback", "ckpt_step"):
@@ -76,7 +75,7 @@ class LogConfig(ConfigSection):
     verbose: bool = setting(False, "print the whole configuration at the start")
     debug: bool = setting(False, "print tracebacks")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         for name in ("wandb_group", "wandb_team"):
             errors.require(getattr(self, name) is None or self.wandb_project is not None,
                            f"{{{name}}} needs {{wandb_project}}")
@@ -127,7 +126,7 @@ class ProfileConfig(ConfigSection):
         first, last = map(int, self.profile_steps.split(":"))
         return range(first, last + 1)
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         steps = self.profile_steps
         is_range = steps is None or re.fullmatch(r"[1-9]\d*:[1-9]\d*", steps) is not None and bool(self.traced_steps)
         errors.require(is_range, "{profile_steps=} is no FIRST:LAST of steps from 1 on, in their order: write 10:12, "
@@ -188,6 +187,6 @@ class AutotuningConfig(ConfigSection):
         None, "tensor parallel size (default: all that divide ranks and model are tried)",
         json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"), ge=1)
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(self.autotuning_end_profile_step >= self.autotuning_start_profile_step,
                        "{autotuning_end_profile_step=} is before {autotuning_start_profile_step=}")

@@ -1,25 +1,34 @@
-"""Declare a configuration field: one line gives its default, help text, flag aliases and DeepSpeed JSON keys.
+"""Declare a configuration field, and report what is wrong with fields.
 
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
                                json=JsonKey("gradient_clipping", NUMBER_FROM_0))
+    errors.require(self.min_lr <= self.lr, "{min_lr=} is above {lr=}")
 
-The flag is the field's name with dashes. Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the
-reference pages are derived from these declarations.
+One line gives the default, help text, flag aliases and DeepSpeed JSON keys. The flag is the field's name with dashes.
+Flags (cli.py), the table of JSON keys (ds_keys.py), `--help` and the reference pages are derived from it.
+
+In an error text {lr} is the flag, or the key of the JSON file that set it; {lr=} also has its value; {no compile} is
+the switch turned off. So one run reports all errors, in the user's own words. Checks run from keys to single values to
+combinations. A setting that an earlier check complained about is doubtful: later errors about it may only follow from
+that and are dropped.
 """
 
 from __future__ import annotations
 
 import json
 import math
+import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Mapping
-from dataclasses import Field, dataclass, field
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import Field, dataclass, field, fields
 from functools import partial
+from string import Formatter
 from typing import Any
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, TrainerError, format_listed_error
 
 
 @dataclass(frozen=True)
@@ -43,16 +52,16 @@ def _text(value: Any, shortest: int = 0) -> str:
     return value
 
 
-def _number(value: Any) -> float:
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max:
+def _number(value: Any, low: float = -math.inf, high: float = math.inf) -> float:
+    if isinstance(value, bool) or not isinstance(value, (int, float)) or not abs(value) <= sys.float_info.max \
+            or not low <= value <= high:
         raise ValueError  # NaN included
     return float(value)
 
 
-def _integer(value: Any) -> int:
-    if isinstance(value, int) and not isinstance(value, bool):
-        return value
-    if not _number(value).is_integer():  # 5e8 is accepted, 1.5 is not
+def _integer(value: Any, low: float = -math.inf, high: float = math.inf) -> int:
+    is_integer = isinstance(value, int) and not isinstance(value, bool) or _number(value).is_integer()
+    if not is_integer or not low <= value <= high:  # 5e8 is accepted, 1.5 is not
         raise ValueError
     return int(value)
 
@@ -61,13 +70,6 @@ def _pair(value: Any) -> tuple[float, float]:
     if not isinstance(value, (list, tuple)) or len(value) != 2:
         raise ValueError
     return _number(value[0]), _number(value[1])
-
-
-def _in_range(low: int, convert: Callable[[Any], Any], value: Any, high: float = math.inf) -> Any:
-    number = convert(value)
-    if not low <= number <= high:
-        raise ValueError
-    return number
 
 
 _BIT_NAMES = ("start_bits", "target_bits")
@@ -102,15 +104,15 @@ BOOLEAN = JsonType("true or false", _boolean)
 TEXT = JsonType("a text that is not empty", partial(_text, shortest=1))
 ANY_TEXT = JsonType("a text", _text)
 NUMBER = JsonType("a number", _number)
-NUMBER_FROM_0 = JsonType("a number of at least 0", partial(_in_range, 0, _number))
-FRACTION = JsonType("a number from 0 to 1", partial(_in_range, 0, _number, high=1))
+NUMBER_FROM_0 = JsonType("a number of at least 0", partial(_number, low=0))
+FRACTION = JsonType("a number from 0 to 1", partial(_number, low=0, high=1))
 INTEGER = JsonType("an integer", _integer)
-COUNT = JsonType("an integer of at least 1", partial(_in_range, 1, _integer))
-COUNT_FROM_0 = JsonType("an integer of at least 0", partial(_in_range, 0, _integer))
+COUNT = JsonType("an integer of at least 1", partial(_integer, low=1))
+COUNT_FROM_0 = JsonType("an integer of at least 0", partial(_integer, low=0))
 COUNT_FROM_0_OR_NULL = JsonType("an integer of at least 0",
                                 lambda value: 0 if value is None else COUNT_FROM_0.convert(value))
 ANY = JsonType("anything", lambda value: value)
-EXPONENT = JsonType("an integer from 0 to 64", partial(_in_range, 0, _integer, high=64))
+EXPONENT = JsonType("an integer from 0 to 64", partial(_integer, low=0, high=64))
 PAIR = JsonType("a list of two numbers", _pair)
 
 WEIGHT_GROUP = JsonType('one group with the params start_bits, target_bits and quantization_period, and with modules '
@@ -143,20 +145,18 @@ class JsonKey:
     field: str = ""  # the field it sets; filled in by ds_keys.py
 
 
-@dataclass(frozen=True)
 class NumberRange:
-    low: float = 0.0
-    high: float = math.inf
-    excludes_low: bool = False
-    excludes_high: bool = False
+    """The finite numbers from `least` to `most`."""
 
-    def contains(self, number: float) -> bool:
-        return math.isfinite(number) and (number > self.low or number == self.low and not self.excludes_low) and \
-            (number < self.high or number == self.high and not self.excludes_high)
+    def __init__(self, low: float = 0.0, high: float = math.inf, *, excludes_low: bool = False,
+                 excludes_high: bool = False) -> None:
+        self.least = math.nextafter(low, math.inf) if excludes_low else low
+        self.most = math.nextafter(high, -math.inf) if excludes_high or high == math.inf else high
+        above = f"a number {'>' if excludes_low else '>='} {low:g}"
+        self.text = above if high == math.inf else f"{above} and {'<' if excludes_high else '<='} {high:g}"
 
     def __str__(self) -> str:
-        above = f"a number {'>' if self.excludes_low else '>='} {self.low:g}"
-        return above if self.high == math.inf else f"{above} and {'<' if self.excludes_high else '<='} {self.high:g}"
+        return self.text
 
 
 @dataclass(frozen=True)
@@ -218,3 +218,146 @@ def flag_name(field_name: str) -> str:
 def require(condition: bool, message: str) -> None:
     if not condition:
         raise ConfigError(message)
+
+
+# ---- errors -------------------------------------------------------------------------------------------------------
+
+_FLAG = r"--[a-z][\w-]*"
+
+
+@dataclass(frozen=True)
+class FlagToKeyNames:
+    """The user's words for settings: flags, or the keys of the JSON file that set them."""
+
+    keys_of_given: Mapping[str, str] = field(default_factory=dict)  # flag -> the key that was given in its place
+    keys_of_others: Mapping[str, str] = field(default_factory=dict)  # flag that neither file nor command line set
+    has_only_keys: bool = False  # the reader knows keys only (an engine without a command line)
+    file: str = ""
+
+    def keys(self, flags: Collection[str]) -> dict[str, str]:
+        """Flag -> key, for a text that names these flags; empty if none of them came from the file."""
+        in_keys = self.has_only_keys or not self.keys_of_given.keys().isdisjoint(flags)
+        return {**self.keys_of_others, **self.keys_of_given} if in_keys else {}
+
+    def translate(self, text: str) -> str:
+        """The text with keys in place of flags. A SettingError knows its settings; other texts, such as the engine's,
+        are searched for flags."""
+        if isinstance(text, SettingError):
+            return SettingError(*text.parts, self)
+        keys = self.keys({re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, text)})
+        words = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in keys.items()}, **keys}
+        return _join_name(re.sub(_FLAG, lambda match: words.get(match[0], match[0]), text))
+
+    @contextmanager
+    def translate_errors(self) -> Iterator[None]:
+        """Translate the message of a TrainerError in the block."""
+        try:
+            yield
+        except TrainerError as error:
+            error.args = (self.translate(str(error)),)
+            raise
+
+
+def _join_name(text: str) -> str:
+    """`--optimizer-params NAME` is one key in a file."""
+    return text.replace("optimizer.params. ", "optimizer.params.")
+
+
+class SettingError(str):
+    """An error text that knows the settings it names: `fields`. `template` names fields of `values` as the head of this
+    file says, and anything in `others` by its name there."""
+
+    fields: frozenset[str]
+    parts: tuple[str, Mapping[str, Any], Mapping[str, Any]]  # what it is made of, but for the names
+
+    def __new__(cls, template: str, values: Mapping[str, Any], others: Mapping[str, Any] = {},
+                names: FlagToKeyNames = FlagToKeyNames()) -> SettingError:
+        named = {name.removeprefix("no ").removesuffix("=") for _, name, _, _ in Formatter().parse(template)
+                 if name and name not in others}
+        keys, words = names.keys(set(map(flag_name, named))), dict(others)
+        for name in named:
+            flag, value = flag_name(name), values[name]
+            word = keys.get(flag, flag)
+            words |= {name: word, f"{name}=": f"{word} {f'{value:g}' if isinstance(value, float) else value}",
+                      f"no {name}": f"{word} false" if flag in keys else f"--no-{flag[2:]}"}
+        error = super().__new__(cls, _join_name(template.format_map(words)))
+        error.fields, error.parts = frozenset(named), (template, values, others)
+        return error
+
+
+def fields_of(error: str) -> frozenset[str]:
+    """The settings that an error names."""
+    return error.fields if isinstance(error, SettingError) else frozenset()
+
+
+MAX_SHOWN_ERRORS = 40
+
+
+class ConfigErrors(ConfigError):
+    """Several errors in one, each on its own line."""
+
+    def __init__(self, sentences: Sequence[str], name: str = "") -> None:
+        self.sentences = tuple(dict.fromkeys(sentences))
+        count, few = len(self.sentences), self.sentences[:MAX_SHOWN_ERRORS]
+        head = f"{count} errors, of which the first {len(few)} are" if count > len(few) else f"{count} errors"
+        text = few[0] if count == 1 else "\n".join([f"{head}:", *map(format_listed_error, range(1, count + 1), few)])
+        super().__init__((f"{name}: " if name else "") + text)
+
+
+def error_sentences(error: ConfigError) -> tuple[str, ...]:
+    return error.sentences if isinstance(error, ConfigErrors) else (str(error),)
+
+
+@dataclass(eq=False, repr=False)
+class ErrorList(list[str]):
+    """Error texts, until `raise_if_any` raises them as one error."""
+
+    values: Mapping[str, Any] | None = None  # field -> value, of the settings that are checked
+
+    def require(self, condition: bool, message: str, **others: Any) -> None:
+        """Add an error unless the condition holds; with `values` the message is the template of a SettingError."""
+        if not condition:
+            self.append(message if self.values is None else SettingError(message, self.values, others))
+
+    def raise_if_any(self, name: str = "") -> None:
+        if self:
+            raise ConfigErrors(self, name)
+
+
+class ConfigSection:
+    """Base of the sections, which are frozen dataclasses: checks the ranges of the fields, then what `check` checks."""
+
+    def __post_init__(self) -> None:
+        errors = ErrorList(vars(self))
+        for item in fields(self):  # type: ignore[arg-type]
+            value, allowed = getattr(self, item.name), setting_of(item).range
+            if value is not None and allowed is not None and not allowed.least <= value <= allowed.most:
+                errors.require(False, f"{{{item.name}}} is {{found}}: expected {{allowed}}", found=value,
+                               allowed=allowed)
+        errors.raise_if_any()
+        self.check(errors)
+        errors.raise_if_any()
+
+    def check(self, errors: ErrorList) -> None:
+        """Add an error for each rule that the fields break."""
+
+
+@dataclass(eq=False, repr=False)
+class ErrorCollector(ErrorList):
+    """Errors found so far, in the user's words, and the settings that they concern."""
+
+    key_names: FlagToKeyNames = FlagToKeyNames()  # of the errors added from now on
+    doubtful: set[str] = field(default_factory=set)  # fields that an earlier check complained about
+    file: str = ""  # named by an error
+
+    def add_errors(self, sentences: Iterable[str], file: str = "") -> None:
+        """Add one check's errors; with `file` they already name its keys."""
+        added = [error for error in sentences if self.doubtful.isdisjoint(fields_of(error))]
+        translated = added if file else list(map(self.key_names.translate, added))
+        if file and added or translated != added:
+            self.file = file or self.key_names.file
+        self += translated
+        self.doubtful.update(*map(fields_of, added))
+
+    def raise_if_any(self, name: str = "") -> None:
+        super().raise_if_any(name or self.file)

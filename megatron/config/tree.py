@@ -13,13 +13,12 @@ from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import InitVar, asdict, dataclass, field, fields
 from typing import Any
 
-from megatron.config.config_errors import (ErrorCollector, FlagToKeyNames, SettingErrors, error_sentences,
-                                           fields_of)
 from megatron.config.model_config import PRESETS, DataConfig, LayerDropConfig, ModelConfig, QuantizeConfig, TrainConfig
 from megatron.config.optimizer_config import (AUTO_STEPS, DEFAULT_WARMUP_FRACTION, ONE_BIT_OPTIMIZERS, OPTIMIZERS,
                                               OptimConfig, ScheduleConfig)
 from megatron.config.run_config import AutotuningConfig, LogConfig, ProfileConfig, SaveConfig
-from megatron.config.schema import Needs, flag_name, location_presence, require, setting_of
+from megatron.config.schema import (ErrorCollector, ErrorList, FlagToKeyNames, Needs, error_sentences, fields_of,
+                                    flag_name, location_presence, require, setting_of)
 from megatron.config.zero_config import (OffloadConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ZeroConfig,
                                          data_parallel_size)
 from megatron.errors import ConfigError
@@ -56,7 +55,7 @@ class Config:
     collector: InitVar[ErrorCollector | None] = None  # receives errors across sections; None: they are raised
 
     def __post_init__(self, collector: ErrorCollector | None) -> None:
-        errors = SettingErrors(self.settings())
+        errors = ErrorList(self.settings())
         self._check_model_and_schedule(errors.require)
         self._check_methods(errors.require)
         if collector is None:
@@ -222,18 +221,24 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
     values = config.settings()
     idle: dict[str, list[str]] = {}  # why -> the settings
     for name in dict.fromkeys(candidates):
-        value, default, needs = values[name], FIELDS[name].default, _missing_needs(name, values)
-        if needs is None:
+        value, default, declared = values[name], FIELDS[name].default, setting_of(FIELDS[name])
+        needs: Needs | None = {} if declared.unread_because else declared.needs
+        missing = None if needs else needs  # {}: never read
+        while needs:  # the outermost ones that are not met
+            if not any(values[switch] in wanted if wanted else values[switch] for switch, wanted in needs.items()):
+                missing = needs
+            needs = setting_of(FIELDS[next(iter(needs))]).needs
+        if missing is None:
             continue
-        if () in needs.values():
-            is_news = (value is not False or bool(default)) and needs.keys().isdisjoint(given)
+        if () in missing.values():
+            is_news = (value is not False or bool(default)) and missing.keys().isdisjoint(given)
         else:
             is_news = value != default and not (value is False and name.startswith("offload_") and
                                                 flag_name(name) in config.key_names.keys_of_given)
         if is_news:
-            missing = (f"{flag_name(switch)} {' or '.join(map(str, wanted))}".rstrip()
-                       for switch, wanted in needs.items())
-            why = f" without {' or '.join(missing)}" if needs else f": {setting_of(FIELDS[name]).unread_because}"
+            lacking = (f"{flag_name(switch)} {' or '.join(map(str, wanted))}".rstrip()
+                       for switch, wanted in missing.items())
+            why = f" without {' or '.join(lacking)}" if missing else f": {declared.unread_because}"
             idle.setdefault(why, []).append(name)
     for why, names in idle.items():
         *most, last = map(flag_name, names)
@@ -248,20 +253,9 @@ def unused_settings(config: Config, candidates: Collection[str], given: Collecti
         yield f"--weight-decay has no effect with --optimizer {optimizer}: its weights do not decay"
 
 
-def _missing_needs(name: str, values: Mapping[str, Any]) -> Needs | None:
-    """The outermost need of a field that is not met, empty for a field that is never read; None if all are met."""
-    declared = setting_of(FIELDS[name])
-    needs = {} if declared.unread_because else declared.needs
-    if needs is None:
-        return None
-    outer = next(filter(None, (_missing_needs(switch, values) for switch in needs)), None)
-    is_met = any(values[switch] in wanted if wanted else values[switch] for switch, wanted in needs.items())
-    return outer or (None if is_met else needs)
-
-
-def run_errors(config: Config) -> SettingErrors:
+def run_errors(config: Config) -> ErrorList:
     """Errors of methods that would never start in this run, or that do not fit the model."""
-    errors = SettingErrors(config.settings())
+    errors = ErrorList(config.settings())
     iters, optim, quantize = config.train.train_iters, config.optim, config.quantize
     if optim.optimizer in ONE_BIT_OPTIMIZERS and optim.freeze_step is None:
         each = max(1, round(1 / (1 - optim.adam_beta2)))

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.config_errors import ConfigSection, SettingErrors
-from megatron.config.schema import EXPONENT, MAX_INT64, NUMBER_FROM_0, JsonKey, one_of, setting
+from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey, one_of,
+                                    setting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,7 +31,7 @@ class ParallelConfig(ConfigSection):
 
 def data_parallel_size(world_size: int, tp: int) -> int:
     """The number of ranks per data parallel group; ConfigError if it is not an integer."""
-    errors = SettingErrors({"model_parallel_size": tp})
+    errors = ErrorList({"model_parallel_size": tp})
     errors.require(world_size % tp == 0, "{ranks} ranks cannot be arranged in groups of {model_parallel_size=}: "
                    "{ranks} is not divisible by {tp}", ranks=world_size, tp=tp)
     errors.raise_if_any()
@@ -66,7 +66,7 @@ class PrecisionConfig(ConfigSection):
                      refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(not (self.fp16 and self.bf16),
                        "{fp16} and {bf16} exclude each other: give one ({no bf16} takes one back)")
         errors.require(self.loss_scale is None or self.fp16,
@@ -141,7 +141,7 @@ class ZeroConfig(ConfigSection):
     stage3_gather_16bit_weights_on_model_save: bool = setting(
         False, "let save_16bit_model gather partitioned parameters", json=_ZERO_OPTIMIZATION, needs=_STAGE_3)
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(self.zero_stage in (0, 1, 2, 3), "{zero_stage} is {stage}: expected 0, 1, 2 or 3",
                        stage=self.zero_stage)
         errors.require(not self.prescale_gradients or self.gradient_predivide_factor == 1, "{prescale_gradients} "
@@ -208,7 +208,7 @@ class OffloadConfig(ConfigSection):
     aio_overlap_events: bool = setting(True, "submit further NVMe requests while others complete",
                                        json="aio.overlap_events", needs=_DRIVE)
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(self.offload_optimizer_device != "nvme" or bool(self.offload_optimizer_nvme_path),
                        "{offload_optimizer_device=} needs {offload_optimizer_nvme_path}")
         errors.require(self.offload_param_device != "nvme" or bool(self.offload_param_nvme_path),
@@ -247,7 +247,7 @@ class RecomputeConfig(ConfigSection):
     profile_backward: bool = setting(False, "time each chunk's forward and recomputation",
                                      json=_ACTIVATION_CHECKPOINTING + "profile", needs="checkpoint_activations")
 
-    def check(self, errors: SettingErrors) -> None:
+    def check(self, errors: ErrorList) -> None:
         errors.require(
             self.partition_activations or not self.contiguous_memory_optimization,
             "{contiguous_memory_optimization} needs {partition_activations}: its buffer holds the parts of inputs")

@@ -146,14 +146,6 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
     return torch.device("cuda", env.local_rank % count)
 
 
-def init(backend: str | None = None, timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *,
-         must_match: Mapping[str, Any] | None = None) -> Environment:
-    """Read the environment and join the process group. Idempotent."""
-    env = read_environment()
-    init_process_group(env, backend, timeout_seconds, must_match=must_match)
-    return env
-
-
 @contextmanager
 def restore_variables_on_error() -> Iterator[None]:
     """Unset variables that the body set for a rendezvous that failed: the next one may use another port or address."""
@@ -167,14 +159,16 @@ def restore_variables_on_error() -> Iterator[None]:
 
 
 @restore_variables_on_error()
-def init_process_group(env: Environment, backend: str | None = None,
+def init_process_group(env: Environment | None = None, backend: str | None = None,
                        timeout_seconds: float = DEFAULT_TIMEOUT_SECONDS, *, init_method: str | None = None,
-                       even_for_one_rank: bool = False, must_match: Mapping[str, Any] | None = None) -> None:
-    """Choose this rank's device and create torch's default process group. Idempotent. A single rank creates one only
-    with `even_for_one_rank`. `backend` None means nccl with GPUs, gloo without; `timeout_seconds` limits the wait for a
-    silent peer; `init_method` is torch's; `must_match` are settings that must be equal on all ranks (preflight.py)."""
+                       even_for_one_rank: bool = False, must_match: Mapping[str, Any] | None = None) -> Environment:
+    """Choose this rank's device and create torch's default process group; returns `env` (default: as launched).
+    Idempotent. A single rank creates one only with `even_for_one_rank`. `backend` None means nccl with GPUs, gloo
+    without; `timeout_seconds` limits the wait for a silent peer; `init_method` is torch's; `must_match` are settings
+    that must be equal on all ranks (preflight.py)."""
     import torch
 
+    env = env or read_environment()
     if backend is not None and backend not in BACKENDS:
         raise ConfigError(f"--distributed-backend is {backend!r}; expected one of {', '.join(BACKENDS)}")
     if timeout_seconds <= 0:
@@ -188,9 +182,9 @@ def init_process_group(env: Environment, backend: str | None = None,
         publish_status(env)
     if torch.distributed.is_initialized():  # by the script
         register_shutdown_at_exit()
-        return
+        return env
     if env.world_size == 1 and not even_for_one_rank:
-        return
+        return env
     register_shutdown_at_exit()
     raise_open_file_limit()
     os.environ.setdefault("TORCH_GLOO_LAZY_INIT", "1")  # gloo connects only pairs that communicate
@@ -199,11 +193,11 @@ def init_process_group(env: Environment, backend: str | None = None,
     if env.world_size == 1:
         torch.distributed.init_process_group(chosen, store=torch.distributed.HashStore(), rank=0, world_size=1,
                                              timeout=timeout)
-        return
+        return env
     if init_method not in (None, "env://"):
         torch.distributed.init_process_group(chosen, init_method=init_method, rank=env.rank,
                                              world_size=env.world_size, timeout=timeout)
-        return
+        return env
     try:
         with STATUS.in_activity(f"{START_UP}, meeting the other ranks"):
             _rendezvous(env, timeout, chosen, device, must_match)
@@ -215,6 +209,7 @@ def init_process_group(env: Environment, backend: str | None = None,
                     "free one with --master-port of megatron.launch, or in MASTER_PORT, the same on every node"
                 ) from error
         raise
+    return env
 
 
 def publish_status(env: Environment | None = None) -> None:

@@ -20,7 +20,7 @@ from pathlib import Path
 from typing import Any
 
 from data.cli import StrictArgumentParser
-from megatron.config.config_errors import ErrorList
+from megatron.config.schema import ErrorList
 from megatron.config.tree import require
 from megatron.inference import model_args
 from megatron.inference.model_args import ModelSource, flags_to_compare, model_parser, model_source_from_args

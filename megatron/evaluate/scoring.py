@@ -117,7 +117,7 @@ class EvalContext:
 
     def __init__(self, source: ModelSource, batch_size: int, must_match: Mapping[str, object] | None = None) -> None:
         """`must_match`: flags that must be equal on all ranks. Collective."""
-        env, size = process_group.init(must_match=must_match), source.model_parallel_size
+        env, size = process_group.init_process_group(must_match=must_match), source.model_parallel_size
         require(env.world_size % size == 0, f"--model-parallel-size {size} does not divide the number of ranks, "
                 f"{env.world_size}: start a multiple of {size} with python -m megatron.launch --nproc-per-node")
         self.groups, self.batch_size = mpu_groups.build(size), batch_size

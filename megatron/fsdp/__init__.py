@@ -5,7 +5,7 @@
 
 The optimizer, its scheduler and the loop are the user's: `loss.backward()`, `optimizer.step()`. Begin with
 fully_sharded_data_parallel.py and fully_shard.py (the two interfaces), then sharding.py (shards a module), root.py (a
-training step) and sharded_tensor.py (parameters between passes). state_dict.py, optim_state.py and checkpoint.py save.
+training step) and sharded_tensor.py (parameters between passes). state_dict.py and checkpoint.py save.
 """
 
 from torch.distributed.checkpoint.state_dict import StateDictOptions
@@ -16,10 +16,10 @@ from megatron.fsdp.fully_shard import FSDPModule, fully_shard
 from megatron.fsdp.fully_sharded_data_parallel import (
     FullyShardedDataParallel, auto_wrap, checkpoint_wrapper, config_auto_wrap_policy, default_auto_wrap_policy,
     disable_checkpointing, enable_wrap, transformer_auto_wrap_policy, wrap)
-from megatron.fsdp.optim_state import (get_model_state_dict, get_optimizer_state_dict, get_state_dict,
-                                       set_model_state_dict, set_optimizer_state_dict, set_state_dict)
 from megatron.fsdp.root import clip_grad_norm_
-from megatron.fsdp.state_dict import summon_full_params
+from megatron.fsdp.state_dict import (get_model_state_dict, get_optimizer_state_dict, get_state_dict,
+                                      set_model_state_dict, set_optimizer_state_dict, set_state_dict,
+                                      summon_full_params)
 
 FSDP = FullyShardedDataParallel
 

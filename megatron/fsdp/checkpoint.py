@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -28,11 +28,11 @@ from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.writer import TensorSource, save
 from megatron.distributed.consistency import all_succeed_or_raise, on_rank_0
 from megatron.errors import CheckpointError, ConfigError
-from megatron.fsdp.optim_state import OptimState, params_of, scalar_states, sharded_kinds
 from megatron.fsdp.root import FSDPRoot
 from megatron.fsdp.sharded_tensor import LocalParam, local_params, local_tensor, make_segment
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
-from megatron.fsdp.state_dict import buffers_in_own_dtype, prepare_all_ranks
+from megatron.fsdp.state_dict import (OptimState, buffers_in_own_dtype, is_sharded_state, params_of,
+                                      prepare_all_ranks)
 from megatron.zero.api.checkpoint_io import (check_client_state, check_param_groups, check_shared_state,
                                              hyper_parameters, restore_param_groups, tied_tensor_names)
 from megatron.zero.bucket import FlatBucket
@@ -46,12 +46,11 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
                     client_state: Mapping[str, Any] | None = None, keep: Keep = Keep()) -> str:
     """Save everything a resumed run needs; returns the tag, `global_step<N>` unless given. Collective."""
     root = _prepare(model, "save_checkpoint()")
-    folder, numbers = Path(save_dir), scalar_states(optimizer, root.trained)
+    folder, (kinds, numbers) = Path(save_dir), _split_state(optimizer, root.trained)
     steps = max((int(values.get("step", 0)) for values in numbers.values()), default=root.steps)
     name = tag_of_iteration(steps) if tag is None else str(tag)
     all_succeed_or_raise(lambda: check_client_state(client_state or {}), root.dp)
     on_rank_0(lambda: check_save_root_is_writable(folder, "save_dir"), root.dp)
-    kinds = sharded_kinds(optimizer, root.trained)
     with buffers_in_own_dtype(root.module):
         buffers = {bare: buffer.detach().cpu() for bare, buffer in root.module.named_buffers()}
     # the scalar state of each parameter, unless all share one step count
@@ -115,6 +114,20 @@ def _prepare(model: nn.Module, what: str) -> FSDPRoot:
 
 
 # ---- what is written ---------------------------------------------------------------------------------------------
+
+
+def _split_state(optimizer: Optimizer, buckets: Iterable[FlatBucket]) -> tuple[list[str], dict[str, OptimState]]:
+    """(the kinds of state with a value for each element, by parameter name the state that is one number)."""
+    kinds, numbers = dict[str, None](), dict[str, OptimState]()
+    for bucket in buckets:
+        for slot, parameter in zip(bucket.layout.slots, bucket.parameters, strict=True):
+            for kind, value in optimizer.state.get(parameter, {}).items():
+                own = numbers.setdefault(slot.name, {})
+                if is_sharded_state(parameter, kind, value):
+                    kinds[kind] = None
+                elif value is not None:
+                    own[kind] = value.item() if isinstance(value, Tensor) else value
+    return list(kinds), numbers
 
 
 def _tensor_sources(optimizer: Optimizer, root: FSDPRoot, kinds: list[str]) -> Iterator[TensorSource]:

@@ -28,12 +28,12 @@ from data.cli import suggest_spelling
 from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.fsdp.fully_shard import NotCopyable
-from megatron.fsdp.optim_state import gather_full_states, infer_sharded_kinds, params_of, shard_full_state
 from megatron.fsdp.root import clip_grad_norm_
 from megatron.fsdp.sharded_tensor import ShardedParam, local_tensor, location_of
 from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, ShardingSettings, check_shardable, require_fsdp_state,
                                     resolve_group, shard_module, sharded_modules)
-from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, prepare_all_ranks,
+from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, gather_full_states,
+                                      infer_sharded_kinds, params_of, prepare_all_ranks, shard_full_state,
                                       summon_full_params, temporarily_replaced)
 from megatron.recompute import Recomputation
 from megatron.zero.partitioned_param import full_shape

@@ -16,6 +16,7 @@ import sys
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from itertools import islice
 from typing import cast
 from weakref import WeakSet
 
@@ -25,10 +26,10 @@ from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.manifest import Lineage
 from megatron.distributed.collective_log import CollectiveLog
-from megatron.distributed.step_consistency import NoGradForwardChecker
+from megatron.distributed.step_consistency import NoGradForwardChecker, diverged_blocks_error
 from megatron.distributed.watchdog import start_watchdog
 from megatron.errors import ConfigError, NumericsError
-from megatron.fsdp.grad_sync import BackwardConsistency, FSDPLossScaler, ParamGradViews, ReachedParams
+from megatron.fsdp.gradients import FSDPLossScaler, ParamGradViews
 from megatron.fsdp.hooks import before_optimizer_steps, on_backward_end, on_forward_end, scale_output_gradients
 from megatron.fsdp.sharded_tensor import ShardedParam, ShardedParamViews, UnreducedGrad, bucket_of, local_tensor
 from megatron.zero.bucket import FlatBucket
@@ -37,14 +38,16 @@ from megatron.zero.hooks import register_unit_hooks
 from megatron.zero.partitioned_param import param_owner
 from megatron.zero.pass_coordinator import PassCoordinator
 from megatron.zero.units import Unit, UnitCall, attach_main_grad_writers, detach_main_grad_writers
-from mpu.collectives import all_reduce
-from mpu.device import on_accelerator
+from mpu.collectives import all_reduce, all_reduce_into
+from mpu.device import HostScalars, on_accelerator, scalars_on_device
 from mpu.grads import norm_term
 from mpu.groups import SOLO, Group, Groups
 
 # A value of `FSDPRoot.full_params_holder`: edits inside are discarded.
 VOLATILE = "summon_full_params(volatile=True)"
 _ALL_ROOTS: WeakSet[FSDPRoot] = WeakSet()
+
+ReachedParams = Sequence[frozenset[int]]  # for each bucket, the indices of its parameters that backward reached
 
 
 class FSDPRoot(PassCoordinator):
@@ -82,8 +85,7 @@ class FSDPRoot(PassCoordinator):
         # in 16 bits an in-place sum would round differently from autograd and DistributedDataParallel
         if all(bucket.param_shard.dtype == torch.float32 for bucket in self.trained):
             attach_main_grad_writers(self.units)
-        self._backward_consistency = BackwardConsistency(dp, device, log, [
-            len(bucket.parameters) for bucket in self.trained], host_needs_overflow=self.loss_scaler.is_enabled)
+        self._pending_comparison: HostScalars | None = None  # of the ranks' last backwards
         if self.loss_scaler.is_enabled:
             self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
         _ALL_ROOTS.add(self)
@@ -162,7 +164,7 @@ class FSDPRoot(PassCoordinator):
     def sync_before_access(self) -> None:
         """Before the model is read outside its passes: apply writes to the masters, and check the last backward's
         consistency."""
-        self._backward_consistency.check_pending()
+        self._check_pending_comparison()
         self.apply_user_writes()
 
     @property
@@ -260,8 +262,7 @@ class FSDPRoot(PassCoordinator):
             if self.reduces_grads:
                 overflows = [~bucket.grads.shard.isfinite().all() for bucket in self.trained
                              if bucket.grads.is_reduced] if self.loss_scaler.is_enabled else []
-                digest = self.take_run_digest()
-                reached, overflow = self._backward_consistency(digest, reached, overflows)
+                reached, overflow = self._compare_backwards(reached, overflows)
                 self.loss_scaler.update(overflow)
                 if overflow:  # without gradients the optimizer leaves the weights unchanged
                     for bucket in self.trained:
@@ -279,6 +280,42 @@ class FSDPRoot(PassCoordinator):
             self.buffer_pool.clear()
         for views, indices in zip(self._grad_views, reached, strict=True):
             views.set_param_grads(indices)
+
+    def _compare_backwards(self, reached: ReachedParams, overflows: Sequence[Tensor]) -> tuple[ReachedParams, bool]:
+        """(parameters that some rank reached, whether a gradient overflowed on some rank). `overflows` are this rank's
+        flags. Collective: one all-reduce, which also tells whether all ranks ran the same modules."""
+        trace = self.take_run_digest()
+        if self.dp.is_solo:
+            return reached, any(map(bool, overflows))
+        self._check_pending_comparison()
+        self.log.record_barrier("the end of a backward")
+        counts = [len(bucket.parameters) for bucket in self.trained]
+        marks = [index in one for one, count in zip(reached, counts, strict=True) for index in range(count)]
+        # on the device without waiting for it, unless a flag on the host is set
+        on_host = any(bool(flag) for flag in overflows if not on_accelerator(flag))
+        on_device = [flag for flag in overflows if on_accelerator(flag)]
+        overflow = torch.stack(on_device).any() if on_device and not on_host else float(on_host)
+        # one max all-reduce: max(trace) == -max(-trace) only if all ranks ran the same modules
+        numbers = scalars_on_device(self.device, (trace, -trace, overflow, *marks))
+        all_reduce_into(numbers, self.dp, "max").wait()
+        self._pending_comparison = HostScalars(numbers)
+        # the step depends on an overflow, so that the host waits for it
+        if on_accelerator(self.device) and all(marks) and not self.loss_scaler.is_enabled:
+            return reached, False
+        _, _, any_overflow, *any_marks = self._pending_comparison.values
+        if not on_accelerator(self.device):
+            self._check_pending_comparison()
+        marked = iter(any_marks)
+        return [frozenset(index for index, mark in enumerate(islice(marked, count)) if mark)
+                for count in counts], bool(any_overflow)
+
+    def _check_pending_comparison(self) -> None:
+        """Raise if the ranks ran different modules in the last backward. Called by all ranks."""
+        if self._pending_comparison is not None:
+            trace, minus_trace, *_ = self._pending_comparison.values
+            self._pending_comparison = None
+            if trace != -minus_trace:
+                raise diverged_blocks_error(self.log, self.dp)
 
 
 def reshard_models_with(parameters: Iterable[Tensor]) -> None:

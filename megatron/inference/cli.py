@@ -124,7 +124,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from megatron.inference.frontends import run_session, write_answers
     from mpu.collectives import broadcast_json
 
-    env = process_group.init(must_match=flags_to_compare(args))
+    env = process_group.init_process_group(must_match=flags_to_compare(args))
     first, start = env.rank == 0, time.monotonic()
     groups = load.build_groups(source, env.world_size, MODULE)
     has_other_use = args.prompts or args.file or args.jsonl or args.output

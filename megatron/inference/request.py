@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from megatron.config.config_errors import ConfigErrors
+from megatron.config.schema import ConfigErrors
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -17,12 +17,11 @@ from pathlib import Path
 from typing import NoReturn
 
 from megatron.distributed.exit_codes import prepare_streams
-from megatron.distributed.rank_status import STATUS_FILE_VARIABLE
+from megatron.distributed.rank_status import STATUS_FILE_VARIABLE, StragglerMonitor
 from megatron.distributed.signals import write_stderr
 from megatron.errors import EXIT_PEER, ConfigError, TrainerError
 from megatron.launch.node_monitor import NodeInfo, NodeMonitor
 from megatron.launch.rendezvous import meet_nodes
-from megatron.launch.stragglers import StragglerMonitor
 from megatron.launch.supervisor import Supervisor
 
 DEFAULT_PORT = 29500

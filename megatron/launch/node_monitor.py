@@ -34,8 +34,12 @@ class JsonConnectionClosed(Exception):
 
 @final
 class JsonConnection:
+    """A connection to another launcher."""
+
     def __init__(self, connection: socket.socket) -> None:
         self._socket, self._partial_line = connection, b""
+        self.last_received = self.last_sent = 0.0  # on boot_clock, for a NodeMonitor
+        self.warned_at_seconds = 0.0  # silence in seconds at the last warning; 0.0: not warned
         connection.settimeout(SEND_SECONDS)
         connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         connection.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -89,16 +93,6 @@ SILENT_SECONDS = 4.0  # seconds without a heartbeat after which a node is silent
 SILENCE_WARNING_SECONDS = 10.0  # silence before the first warning; each further one comes after twice as long
 SLOW_HEARTBEAT_SECONDS = 60.0  # between heartbeats to a silent node: unread ones would fill the connection
 RECENT_PAUSE_SECONDS = 1.0  # seconds after a pause of this launcher in which received messages date from the pause
-
-
-@dataclass
-class _Peer:
-    """Another launcher that this one is connected to."""
-
-    connection: JsonConnection
-    last_received: float
-    last_sent: float = 0.0
-    warned_at_seconds: float = 0.0  # silence in seconds at the last warning; 0.0: not warned
 
 
 def boot_clock() -> float:
@@ -169,14 +163,15 @@ class NodeMonitor:
         # seconds that the other nodes missed this one before they ended the job without it; 0.0: they did not
         self.given_up_after_seconds = 0.0
         self._own, self._nodes = own, dict(other_nodes or {})
-        self._peers = {node: _Peer(link, self._last_check) for node, link in (connections or {}).items()}
+        self._peers = dict(connections or {})
         self._exits: dict[int, NodeExit] = {}  # exits of other nodes in order of arrival
         self._left_early: set[int] = set()
         self.others_failure = Failure.NONE  # of all other nodes together
         self._announced_failure = Failure.NONE
         self._selector = selectors.DefaultSelector()
         for node, peer in self._peers.items():
-            self._selector.register(peer.connection, selectors.EVENT_READ, node)
+            peer.last_received = self._last_check
+            self._selector.register(peer, selectors.EVENT_READ, node)
 
     def fileno(self) -> int:
         """epoll descriptor; readable when a message has arrived."""
@@ -198,7 +193,7 @@ class NodeMonitor:
             if now - peer.last_sent >= (
                     SLOW_HEARTBEAT_SECONDS if silence >= SLOW_HEARTBEAT_SECONDS else HEARTBEAT_SECONDS):
                 peer.last_sent = now
-                peer.connection.send({"heartbeat": True})
+                peer.send({"heartbeat": True})
             if silence >= max(SILENCE_WARNING_SECONDS, 2 * peer.warned_at_seconds):
                 peer.warned_at_seconds = silence
                 self._print_line(
@@ -216,10 +211,10 @@ class NodeMonitor:
         for key, _ in self._selector.select(seconds):
             node, peer = key.data, self._peers[key.data]
             try:
-                messages = peer.connection.receive()
+                messages = peer.receive()
             except JsonConnectionClosed:
-                self._selector.unregister(peer.connection)
-                peer.connection.close()
+                self._selector.unregister(peer)
+                peer.close()
                 del self._peers[node]
                 if node not in self._exits:
                     self._process_message({"node": node, "code": EXIT_PEER}, node)
@@ -256,7 +251,7 @@ class NodeMonitor:
             self.others_failure = max(self.others_failure, end.failure)
         for other, peer in self._peers.items():
             if other != source:
-                peer.connection.send(message)
+                peer.send(message)
 
     @property
     def others_are_running(self) -> bool:
@@ -312,9 +307,9 @@ class NodeMonitor:
 
     def _announce(self, message: dict[str, Any]) -> None:
         for peer in self._peers.values():
-            peer.connection.send({"node": self._own.node, **message})
+            peer.send({"node": self._own.node, **message})
 
     def close(self) -> None:
         for peer in self._peers.values():
-            peer.connection.close()
+            peer.close()
         self._selector.close()

@@ -20,12 +20,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from enum import Enum, IntEnum, auto
 
-from megatron.distributed.rank_status import DONE, UNKNOWN, StatusSnapshot
+from megatron.distributed.rank_status import DONE, RESUME_ADVICE, UNKNOWN, StatusSnapshot, Straggler, StragglerMonitor
 from megatron.distributed.signals import (SIGNAL_INTERRUPTS_OWNED_BY_RANK0, STOP_SIGNALS, STOPPING_LINE,
                                           is_handled_signal, write_lines, write_stderr)
 from megatron.errors import EXIT_INTERRUPTED, EXIT_OK, EXIT_PEER, is_listed_error
 from megatron.launch.node_monitor import Failure, NodeMonitor
-from megatron.launch.stragglers import RESUME_ADVICE, Straggler, StragglerMonitor
 
 TICK_SECONDS = 0.2
 STOP_PATIENCE_SECONDS = 1.0  # seconds a rank may stay stopped (SIGSTOP): a debugger's short stop is not a failure
@@ -202,8 +201,11 @@ class Supervisor:
         with self._signals_as_bytes():
             self._selector.register(self.nodes, selectors.EVENT_READ, self.nodes)
             try:
-                for environment in self.environments:
-                    self._start_rank(environment)
+                for local_rank, environment in enumerate(self.environments):
+                    rank = RankProcess(self.command, environment, local_rank)
+                    self._ranks.append(rank)
+                    self._running.append(rank)
+                    self._selector.register(rank.stderr, selectors.EVENT_READ, rank)
                 while self._running and self._stop_request is not StopRequest.SECOND_INTERRUPT:
                     self._tick()
                 if self._early_exit_at is not None and self._state is JobState.RUNNING:
@@ -221,12 +223,6 @@ class Supervisor:
                 for rank in self._running:
                     rank.process.wait()
         return self._report_outcome()
-
-    def _start_rank(self, environment: dict[str, str]) -> None:
-        rank = RankProcess(self.command, environment, len(self._ranks))
-        self._ranks.append(rank)
-        self._running.append(rank)
-        self._selector.register(rank.stderr, selectors.EVENT_READ, rank)
 
     def _tick(self) -> None:
         for key, _ in self._selector.select(TICK_SECONDS):

@@ -17,7 +17,7 @@ from functools import cache
 from itertools import islice, product
 from typing import Any
 
-from megatron.config.config_errors import error_sentences
+from megatron.config.schema import error_sentences
 from megatron.config.tree import Config, RecomputeConfig, flag_name
 from megatron.distributed.exit_codes import ExplainedMemoryError, is_out_of_memory
 from megatron.errors import ConfigError

@@ -266,7 +266,7 @@ def main(path: str, precision: str, matmul_precision: str) -> int:
     from megatron.distributed import process_group
     from megatron.train.processor import keep_freed_memory
 
-    env = process_group.init()
+    env = process_group.init_process_group()
     if not torch.cuda.is_available():
         keep_freed_memory()
     torch.set_float32_matmul_precision(matmul_precision)

@@ -145,7 +145,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         from megatron.serve.app import AuthPolicy, is_loopback, run_server
         from megatron.serve.scheduler import run_worker
 
-        env = process_group.init(must_match=flags_to_compare(args))
+        env = process_group.init_process_group(must_match=flags_to_compare(args))
         groups = load.build_groups(source, env.world_size, MODULE)
         start = time.monotonic()
         loaded = load.load_model(source, groups, process_group.device_for(env, None))

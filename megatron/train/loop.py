@@ -288,7 +288,7 @@ class Trainer:
 
     def _requests_of_rank(self) -> LoopRequests:
         is_late = 0 < self.config.train.exit_duration_in_mins <= self.stop.minutes_since_start
-        console_is_lost = self.log.console.write_error is not None  # the files continue until the stop
+        console_is_lost = self.log.write_error is not None  # the files continue until the stop
         return LoopRequests(bool(self.stop) or console_is_lost, self.stop.signal == SIGINT, is_late)
 
     def _max_over_ranks_or_stop(self, seconds: float) -> float:

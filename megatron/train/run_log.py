@@ -1,5 +1,5 @@
-"""The log of a run: console, metrics file (JSONL), and the optional TensorBoard, CSV and Weights & Biases sinks. Rank
-0 only.
+"""The log of a run: console (a line every --log-interval steps, and a progress bar on a terminal), metrics file
+(JSONL), and the optional TensorBoard, CSV and Weights & Biases sinks. Rank 0 only.
 
 The metrics file has one JSON object per line. After each start or resume comes the configuration (`"config": true`,
 without `iteration`), then a line for every optimizer step, evaluation (`"eval": true`) and complete save (`"save":
@@ -9,46 +9,117 @@ may differ between two equal runs.
 
 from __future__ import annotations
 
+import math
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import ExitStack, suppress
+import shutil
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager, suppress
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import torch
+from tqdm import tqdm
 
 from data.cli import format_count
+from data.storage import escape_to_one_line
 from data.tokenizer import Tokenizer
 from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, LogConfig
+from megatron.distributed.exit_codes import discard_stdout
 from megatron.errors import StorageError
-from megatron.metrics.console import Console
 from megatron.metrics.sinks import (CsvSink, JsonlSink, MetricsRecord, MetricsSink, RunConfigRecord, TensorboardSink,
                                     WandbProject, WandbSink, open_sinks)
-from megatron.metrics.step_metrics import StepMetrics
+from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 from megatron.model import count_parameters
 from megatron.train.compile import compilation_line
 from megatron.train.evaluation import perplexity
 from mpu.groups import Groups
 
 
+ROUND_INTERVALS = (100, 50, 20, 10, 5, 2, 1)
+MIN_LINES = 10  # minimum number of lines if --log-interval is not given (or one for each step of a shorter run)
+ERASE_LINE = "\r\x1b[K"
+ECHO_COLUMNS = 8  # free columns right of the bar, so that the terminal's ^C does not start a new line
+
+
+class _ProgressBar(tqdm):  # type: ignore[misc]
+    """tqdm's bar; clearing it also erases what the terminal echoed behind it."""
+
+    def clear(self, nolock: bool = False) -> None:
+        if not self.disable:
+            self.fp.write(ERASE_LINE)
+            self.fp.flush()
+
+    def close(self) -> None:
+        if not self.disable:
+            super().close()
+            self.fp.write(ERASE_LINE)
+            self.fp.flush()
+
+
+def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
+    """Megatron-LM's log line, averaged over the steps since the last one."""
+    last, count = window[-1], len(window)
+    seconds = sum(m.step_ms for m in window) / 1e3
+    losses = [m.lm_loss for m in window if not m.skipped] or [math.nan]
+
+    def over_time(rates: Iterable[float]) -> float:
+        return sum(rate * m.step_ms for rate, m in zip(rates, window, strict=True)) / 1e3 / seconds
+
+    mfus = [m.mfu for m in window if m.mfu is not None]
+    drops = [m.dropping for m in window if m.dropping is not None]
+    drives = [m.drive for m in window if m.drive is not None]
+    skipped = sum(m.skipped for m in window)
+    parts = [
+        f" iteration {last.iteration:8d}/{train_iters:8d}",
+        f"elapsed time per iteration (ms): {seconds * 1e3 / count:.1f}",
+        f"learning rate {last.learning_rate:.3E}",
+        f"lm loss {sum(losses) / len(losses):.6E}",
+        f"loss scale {last.loss_scale:.1f}",
+        f"grad norm {last.grad_norm:.3f}",
+        f"tokens/s {over_time(m.tokens_per_s for m in window):.0f}",
+        f"TFLOP/s {over_time(m.tflops for m in window):.2f}",
+        *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
+        f"memory {last.max_memory_bytes / 2**30:.2f} GiB"]
+    if drops:
+        parts.append(f"theta {drops[-1].theta:.3f}, {sum(drop.blocks for drop in drops) / len(drops):.1f} blocks")
+    if drives:
+        parts.append(sum(drives, NvmeStats()).format_per_step(len(drives)))
+    return " | ".join([*parts, f"skipped {skipped}"] if skipped else parts)
+
+
 class RunLog:
-    """Writes console, metrics file and the other sinks; `close` it at the end. `extra_line` supplies text after each
-    console line."""
+    """Console, metrics file and the other sinks of a run of `train_iters` steps that starts after `start`. `close` it
+    at the end. Console lines come every --log-interval steps (0: none; None: a default interval, and a line for the
+    last step), each followed by `extra_line()` if that is not empty. With `survives_closed_stdout` a failed write to
+    the console is recorded in `write_error` instead of raised, and the console is silent from then on."""
 
     def __init__(self, config: LogConfig, train_iters: int, start: int, *, writes: bool,
                  extra_line: Callable[[], str] = str, survives_closed_stdout: bool = False) -> None:
         self._start, self._seq_length, self._tokens = start, 0, 0
         self._unwritten_config: RunConfigRecord | None = None
-        self.console = Console(config.log_interval, train_iters, start, writes=writes, extra_line=extra_line,
-                               survives_closed_stdout=survives_closed_stdout)
-        self.print_line = self.console.print_line
-
+        self.write_error: OSError | None = None
+        self._survives_closed_stdout = survives_closed_stdout
+        self._prints, self._extra_line, self._train_iters = writes, extra_line, train_iters
+        usual_interval = next((every for every in ROUND_INTERVALS if every * MIN_LINES <= train_iters - start), 1)
+        interval = config.log_interval
+        self._interval, self._prints_last_step = usual_interval if interval is None else interval, interval is None
+        self.notes: tuple[str, ...] = ()
+        if interval and start < train_iters and train_iters // interval == start // interval:
+            self.notes = (
+                f" note: no losses are printed: --log-interval is {interval}, and this run ends with step "
+                f"{train_iters}; make it smaller, or leave it out for a line every "
+                f"{format_count(usual_interval, 'step')}",)
+        self._window: list[StepMetrics] = []  # since the last console line
+        width = shutil.get_terminal_size().columns - ECHO_COLUMNS
+        self._bar: Any = _ProgressBar(total=train_iters, initial=start, unit="step", file=sys.stdout, leave=False,
+                                      ncols=max(1, width), disable=not (writes and sys.stdout.isatty()))
         self._sinks: list[MetricsSink] = []
         if writes:
             with ExitStack() as opened:
-                opened.callback(self.console.close)
+                opened.callback(self._close_bar)
                 self._sinks = open_sinks(self._configured_sinks(config))
                 opened.pop_all()
 
@@ -65,6 +136,28 @@ class RunLog:
         if config.wandb_project is not None:
             project = WandbProject(config.wandb_project, config.wandb_group, config.wandb_team)
             yield WandbSink("--wandb-project", project, step_metric="iteration")
+
+    def print_line(self, line: str) -> None:
+        """Print one line above the progress bar."""
+        if self._prints:
+            with self._catch_write_errors():
+                _ProgressBar.write(escape_to_one_line(line), file=sys.stdout)
+                sys.stdout.flush()
+
+    def _close_bar(self) -> None:
+        if self.write_error is None:
+            with self._catch_write_errors():
+                self._bar.close()
+
+    @contextmanager
+    def _catch_write_errors(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:  # the reader of stdout is gone
+            if not self._survives_closed_stdout:
+                raise
+            self.write_error, self._prints, self._bar.disable = error, False, True
+            discard_stdout()
 
     def start_run(self, config: Config, run_header: Mapping[str, Any], lines: list[str]) -> None:
         """Print `lines`; write `run_header` and the configuration to the files before their first number, so that a run
@@ -85,7 +178,17 @@ class RunLog:
         self._tokens = metrics.consumed_samples * self._seq_length
         self._write(MetricsRecord(metrics.to_json(), "steps", metrics.to_scalars(),
                                   {"iteration": metrics.iteration, "tokens": self._tokens}))
-        self.console.log_step(metrics)
+        if self.write_error is None:
+            with self._catch_write_errors():
+                self._bar.update()
+        if not self._prints or not self._interval:
+            return
+        self._window.append(metrics)
+        if metrics.iteration % self._interval == 0 or self._prints_last_step and metrics.iteration == self._train_iters:
+            self.print_line(console_line(self._window, self._train_iters))
+            self._window.clear()
+            if line := self._extra_line():
+                self.print_line(line)
 
     def evaluation(self, name: str, iteration: int, loss: float, bits_per_byte: float | None = None) -> None:
         text_metrics = {} if bits_per_byte is None else {"bits_per_byte": bits_per_byte}
@@ -106,8 +209,8 @@ class RunLog:
 
     def check_console(self, saved: str) -> None:
         """Raise a StorageError if the console was lost; `saved` says what was kept."""
-        if self.console.write_error is not None:
-            raise StorageError(f"cannot write standard output: {self.console.write_error.strerror}; {saved}")
+        if self.write_error is not None:
+            raise StorageError(f"cannot write standard output: {self.write_error.strerror}; {saved}")
 
     def __enter__(self) -> RunLog:
         return self
@@ -118,7 +221,7 @@ class RunLog:
             self.close(failed=failed)
 
     def close(self, *, failed: bool = False) -> None:
-        self.console.close()
+        self._close_bar()
         with ExitStack() as closing:
             for sink in self._sinks:
                 closing.callback(sink.close, failed=failed)

@@ -15,9 +15,8 @@ from typing import Any
 
 import torch
 
-from megatron.config.config_errors import ErrorList
 from megatron.config.ds_json import parse_loose_json
-from megatron.config.schema import require
+from megatron.config.schema import ErrorList, require
 from megatron.errors import ConfigError
 from megatron.inference import load
 

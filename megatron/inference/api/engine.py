@@ -18,8 +18,7 @@ from typing import Any, final
 import torch
 from torch import Tensor, nn
 
-from megatron.config.config_errors import ErrorList
-from megatron.config.schema import require
+from megatron.config.schema import ErrorList, require
 from megatron.errors import ConfigError, NumericsError
 from megatron.inference.api.shard_module import assert_tensors_equal_across_ranks
 from megatron.inference.decoder import MIN_GRAPH_POSITIONS, Decoder, next_power_of_two

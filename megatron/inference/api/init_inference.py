@@ -56,7 +56,7 @@ def init_inference(model: nn.Module | None = None, config: str | os.PathLike[str
     """The engine of a model; docs/inference.md lists the arguments, which are DeepSpeed's."""
     exit_codes.install_excepthook()
     args = parse_arguments(config, kwargs)
-    env = process_group.init()
+    env = process_group.init_process_group()
     groups = _build_groups(args)
     device = process_group.device_for(env)
     require(model is None or isinstance(model, nn.Module), f"init_inference: model is a {type(model).__name__}: "

@@ -26,7 +26,7 @@ from torch.optim import Optimizer
 from torch.utils.data import DataLoader, Dataset
 
 from megatron.config import ds_cross_keys, ds_json
-from megatron.config.config_errors import ErrorCollector
+from megatron.config.schema import ErrorCollector
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.config.ds_keys import DsKeyValues
 from megatron.config.optimizer_config import DEEPSPEED_TYPES, OPTIMIZERS
@@ -89,7 +89,7 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     assert model is not None
     argument, source = _config_source(args, config, config_params)
     if isinstance(source, Config):  # the trainer has initialized torch.distributed
-        process_group.init()
+        process_group.init_process_group()
     else:
         init_distributed(distributed_port=distributed_port, dist_init_required=dist_init_required)
     groups = groups_from_mpu(mpu)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import dataclasses
 import json
 import re
@@ -13,8 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.cli import build_parser, parse_args
-from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, full_help, short_help
+from megatron.config.cli import PRINTED_TEXTS, known_flags, parse_args
+from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, help_text
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
 from megatron.model import count_parameters
@@ -43,8 +42,7 @@ PROMISED = """
 
 
 def test_every_promised_flag_exists() -> None:
-    known = {option for action in build_parser()._actions for option in action.option_strings}
-    assert not set(PROMISED) - known
+    assert not set(PROMISED) - known_flags().keys()
 
 
 def test_field_names_are_unique_across_sections() -> None:
@@ -92,6 +90,8 @@ BAD = [
     (["--deepspeed=ds.json"], "use --deepspeed --deepspeed_config ds.json"),
     (["--bf16", "True"], "--bf16 takes no value; give --bf16 alone"),
     (["--no-save-optim", "False"], "--no-save-optim takes no value; leave --no-save-optim out"),
+    (["--lr", "x", "--qwert", "5", "--fp16=maybe"], "x: expected a number\n  (2) unknown flag --qwert: `--help-all` "
+     "lists every flag\n  (3) --fp16=maybe: --fp16 is a switch"),
     (["--fp16=maybe"], "--fp16 is a switch, use --fp16 or --no-fp16"),
     (["--fp16", "False", "--qwert"], "--fp16 takes no value; give --no-fp16"),
     (["--init_from=gpt2", "--wandb_log=True"], "--load-hf FOLDER for GPT-2's weights\n  (2) --wandb-log True is not"),
@@ -253,19 +253,16 @@ def outcome(argv: list[str]) -> Config | str:
 
 def test_every_switch_has_a_value_as_well() -> None:
     """nanoGPT's --compile=False is the switch or its opposite, in every spelling; what is neither is answered."""
-    for action in build_parser()._actions:
-        if action.nargs != 0 or action.dest in ("help", "help_all", "version"):
-            continue
-        for name in action.option_strings:
-            opposite = {"--no-": f"--{name[5:]}"}.get(name[:5], f"--no-{name[2:]}")
-            off = [opposite] if isinstance(action, argparse.BooleanOptionalAction) else []
+    for name, flag in known_flags().items():
+        if flag.switch_value is not None:
+            off = [flag.opposite] if flag.opposite else []
             for words, value in (([name], "true"), ([name], "1"), (off, "False"), (off, "0")):
                 assert outcome([f"{name}={value}"]) == outcome(words), name
             assert name in refusal([f"{name}=perhaps"])
 
 
 def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exist() -> None:
-    known = {option for action in build_parser()._actions for option in action.option_strings}
+    known = {*known_flags(), *PRINTED_TEXTS}
     assert {name for name in FOREIGN_FLAGS if f"--{name}" in known} == {"remote-device"}
     for name, (answer, *_) in FOREIGN_FLAGS.items():
         named = set(re.findall(r"--[a-z][\w-]*", answer)) - {"--nproc-per-node"}
@@ -273,7 +270,7 @@ def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exi
 
 
 def test_help_is_one_screen_and_help_all_is_everything() -> None:
-    first, rest = short_help(), full_help()
+    first, rest = help_text(short=True), help_text(short=False)
     assert len(first.splitlines()) <= 46 and max(map(len, first.splitlines())) <= 100
     assert "python pretrain_gpt2.py --preset tiny --mock-data" in first and "megatron.launch" in first
     for text in (first, rest):

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 
-from megatron.config.config_errors import error_sentences
+from megatron.config.schema import error_sentences
 from megatron.config.ds_json import build_ds_config
 from megatron.errors import ConfigError
 

@@ -31,7 +31,7 @@ from tests.megatron.zero.models import Net
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    from megatron.fsdp.optim_state import gather_full_states
+    from megatron.fsdp.state_dict import gather_full_states
     from megatron.fsdp.sharding import unwrap
     from megatron.fsdp.state_dict import buckets_of
     return whole(model), {index: state for index, (_, state) in enumerate(

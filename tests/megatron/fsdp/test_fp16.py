@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron.fsdp import FSDP, clip_grad_norm_
-from megatron.fsdp.grad_sync import INITIAL_SCALE
+from megatron.fsdp.gradients import INITIAL_SCALE
 from megatron.fsdp.sharded_tensor import local_tensor
 from megatron.fsdp.sharding import require_fsdp_state
 from tests.distributed import on_ranks

@@ -28,7 +28,7 @@ from tests.wires import accelerator_side
 DTYPES = {"fp32": None, "bf16": torch.bfloat16, "fp16": torch.float16}
 COMPARED = "mpu/device.py:HostScalars.values: tolist"
 """On a GPU it comes by a copy with an event; in fp32 and bf16 that is looked at in the next forward."""
-OVERFLOW = "megatron/fsdp/grad_sync.py:BackwardConsistency.__call__: _local_scalar_dense"
+OVERFLOW = "megatron/fsdp/root.py:FSDPRoot._compare_backwards: _local_scalar_dense"
 
 
 @contextmanager

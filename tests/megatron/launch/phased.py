@@ -54,7 +54,7 @@ if PHASE == "start-up":
     mark(PHASE)
 elif PHASE == "meeting":
     from megatron.distributed import process_group
-    slow(process_group, "init", 30.0 * RANK)
+    slow(process_group, "init_process_group", 30.0 * RANK)
 elif PHASE == "index":
     from megatron.train import build
     slow(build, "datasets", 30.0 * (RANK == 0))

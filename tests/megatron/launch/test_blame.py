@@ -9,9 +9,8 @@ import time
 import pytest
 
 from megatron.distributed import exit_codes
-from megatron.distributed.rank_status import RankStatus, StatusSnapshot
+from megatron.distributed.rank_status import RankStatus, StatusSnapshot, StragglerMonitor
 from megatron.errors import ConfigError
-from megatron.launch.stragglers import StragglerMonitor
 from tests.megatron.launch.processes import LIMIT, PATIENCE, alive
 
 HOST = socket.gethostname()
@@ -121,7 +120,7 @@ def test_a_place_is_read_as_it_was_written(tmp_path):
 
 
 def test_only_who_does_not_wait_is_late(tmp_path, monkeypatch):
-    monkeypatch.setattr("megatron.launch.stragglers.STRAGGLER_SECONDS", 0.05)
+    monkeypatch.setattr("megatron.distributed.rank_status.STRAGGLER_SECONDS", 0.05)
     path = str(tmp_path / "places")
     ranks = [RankStatus() for _ in range(3)]
     sight = StragglerMonitor(path, 3)

@@ -47,7 +47,7 @@ def test_a_port_in_use_is_a_config_error_that_names_it(busy_port: int, environ: 
     for name, value in {"RANK": 0, "WORLD_SIZE": 2, "MASTER_ADDR": address, "MASTER_PORT": busy_port}.items():
         environ.setenv(name, str(value))
     with pytest.raises(ConfigError, match=f"port {busy_port} .* in use.*--master-port.*MASTER_PORT"):
-        process_group.init(timeout_seconds=5)
+        process_group.init_process_group(timeout_seconds=5)
     assert not torch.distributed.is_initialized()
 
 

@@ -255,7 +255,7 @@ TWO_RANKS_OVER_GLOO = """
 from megatron.distributed import exit_codes
 from megatron.distributed import process_group
 def main():
-    env = process_group.init(timeout_seconds=60)
+    env = process_group.init_process_group(timeout_seconds=60)
     import torch
     x = torch.ones(1)
     torch.distributed.all_reduce(x)
@@ -263,7 +263,7 @@ def main():
         raise ValueError("on purpose")
     if "fail" in sys.argv:
         torch.distributed.all_reduce(x)
-    process_group.init()
+    process_group.init_process_group()
     process_group.shutdown()
     if rank == 0:
         print(int(x), env.world_size)

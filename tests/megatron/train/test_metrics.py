@@ -21,10 +21,9 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.config.tree import LogConfig
 from megatron.errors import format_bytes
-from megatron.metrics.console import console_line
 from megatron.metrics.step_metrics import STEP_SCALARS, StepMetrics
 from megatron.train.evaluation import printable
-from megatron.train.run_log import RunLog
+from megatron.train.run_log import RunLog, console_line
 from megatron.zero.offload.direct_io import DirectIoFile
 from tests.megatron.helpers import TINY, own_signals, records, steps, train
 

@@ -1,77 +1,21 @@
-"""The end of a backward: what the ranks compare, the fp16 loss scale, and `p.grad` as a view of this rank's segment.
+"""What a backward leaves: the fp16 loss scale, and `p.grad` as a view of this rank's segment of the gradients.
 
-One all-reduce tells whether all ranks ran the same modules, which parameters were reached and whether a gradient
-overflowed. Parameters that no rank reached keep no gradient. After an overflow no rank has gradients. `p.grad` may be
-changed in place, replaced, or set to None. Gradients from inside `no_sync` are shown as `UnreducedGrad`: they can be
-cleared, not read.
+Parameters that no rank reached keep no gradient. After an overflow no rank has gradients. `p.grad` may be changed in
+place, replaced, or set to None. Gradients from inside `no_sync` are shown as `UnreducedGrad`: they can be cleared, not
+read.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
-from itertools import islice
+from collections.abc import Collection, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-from megatron.distributed.collective_log import CollectiveLog
-from megatron.distributed.step_consistency import diverged_blocks_error
 from megatron.errors import ConfigError, NumericsError
 from megatron.fsdp.sharded_tensor import ParamSegment, UnreducedGrad, local_params, local_tensor, make_segment
 from megatron.optim.loss_scale import LossScaleRule, LossScaleState
 from megatron.zero.bucket import FlatBucket
-from mpu.collectives import all_reduce_into
-from mpu.device import HostScalars, on_accelerator, scalars_on_device
-from mpu.groups import Group
-
-ReachedParams = Sequence[frozenset[int]]  # for each bucket, the indices of its parameters that backward reached
-
-
-class BackwardConsistency:
-    def __init__(self, dp: Group, device: torch.device, log: CollectiveLog, param_counts: Sequence[int], *,
-                 host_needs_overflow: bool) -> None:
-        """`param_counts`: parameters of each bucket. `host_needs_overflow`: the optimizer step depends on the overflow
-        flag, so the host waits for it after each backward."""
-        self._dp, self._device, self._log, self._param_counts, self._host_needs_overflow = (
-            dp, device, log, param_counts, host_needs_overflow)
-        self._pending: HostScalars | None = None
-
-    def __call__(self, trace: int, reached: ReachedParams, overflows: Sequence[Tensor]) -> tuple[ReachedParams, bool]:
-        """(parameters that some rank reached, whether a gradient overflowed on some rank). `overflows` are this rank's
-        flags. Collective."""
-        if self._dp.is_solo:
-            return reached, any(map(bool, overflows))
-        self.check_pending()
-        self._log.record_barrier("the end of a backward")
-        marks = [index in one for one, count in zip(reached, self._param_counts, strict=True) for index in range(count)]
-        # on the device without waiting for it, unless a flag on the host is set
-        on_host = any(bool(flag) for flag in overflows if not on_accelerator(flag))
-        on_device = [flag for flag in overflows if on_accelerator(flag)]
-        overflow = torch.stack(on_device).any() if on_device and not on_host else float(on_host)
-        # one max all-reduce: max(trace) == -max(-trace) only if all ranks ran the same modules
-        numbers = scalars_on_device(self._device, (trace, -trace, overflow, *marks))
-        all_reduce_into(numbers, self._dp, "max").wait()
-        self._pending = HostScalars(numbers)
-        if on_accelerator(self._device) and all(marks) and not self._host_needs_overflow:
-            return reached, False
-        _, _, any_overflow, *any_marks = self._pending.values
-        if not on_accelerator(self._device):
-            self.check_pending()
-        marked = iter(any_marks)
-        return [frozenset(index for index, mark in enumerate(islice(marked, count)) if mark)
-                for count in self._param_counts], bool(any_overflow)
-
-    def check_pending(self) -> None:
-        """Raise if the ranks ran different modules in the last backward. Called by all ranks."""
-        if self._pending is not None:
-            trace, minus_trace, *_ = self._pending.values
-            self._pending = None
-            if trace != -minus_trace:
-                raise diverged_blocks_error(self._log, self._dp)
-
-
-# ---- the loss scale of fp16 -----------------------------------------------------------------------------------------
 
 # The largest initial scale at which a loss fits fp16; the window of clean steps is that of torch's GradScaler.
 INITIAL_SCALE, SCALE_WINDOW, MIN_SCALE = 2.0**15, 2000, 1.0
