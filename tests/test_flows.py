@@ -70,8 +70,8 @@ class Flow:
 
 
 RUN = [*TINY, "--mock-data", "--batch-size", "2", "--bf16", "--train-iters", "4", "--lr", "0.000123"]
-LIMITS = {"step": (166, 35), "gradient": (59, 14), "save and resume": (293, 48), "--lr": (24, 11),
-          "completion": (60, 15)}
+LIMITS = {"step": (165, 35), "gradient": (59, 14), "save and resume": (256, 43), "--lr": (19, 9),
+          "completion": (53, 13)}
 """(functions, files)"""
 
 

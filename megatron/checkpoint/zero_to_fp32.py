@@ -195,6 +195,7 @@ def verify_rank(folder: Path, manifest: dict[str, Any], rank: int) -> dict[str, 
                     nbytes = prod(at["shape"]) * DTYPES[at["dtype"]].itemsize
                     require(0 <= first == end - nbytes <= size - begin - nbytes, path,
                             f"{key!r:.80} is not where its header says")
+                    require(key not in stored, path, f"{key!r:.80} is in another file of the rank too")
                     load = partial(read_tensor, path, at["dtype"], tuple(at["shape"]), begin + first)
                     stored[key] = OutputTensor(key, tuple(at["shape"]), at["dtype"], load, key)
     return stored

@@ -33,10 +33,12 @@ from megatron.fsdp.sharded_tensor import LocalParam, local_params, local_tensor,
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import (OptimState, buffers_in_own_dtype, is_sharded_state, params_of,
                                       prepare_all_ranks)
-from megatron.zero.api.checkpoint_io import (check_client_state, check_param_groups, check_shared_state,
-                                             hyper_parameters, restore_param_groups, tied_tensor_names)
+from megatron.zero.api.checkpoint_io import (check_buffers, check_client_state, check_param_groups,
+                                             check_shared_state, hyper_parameters, load_buffers, restore_param_groups,
+                                             tied_tensor_names)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.offload.storage import WEIGHT
+from megatron.zero.state import persistent_buffers
 from mpu.collectives import broadcast_json
 from mpu.random import capture_rng, restore_rng
 
@@ -52,7 +54,7 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
     all_succeed_or_raise(lambda: check_client_state(client_state or {}), root.dp)
     on_rank_0(lambda: check_save_root_is_writable(folder, "save_dir"), root.dp)
     with buffers_in_own_dtype(root.module):
-        buffers = {bare: buffer.detach().cpu() for bare, buffer in root.module.named_buffers()}
+        buffers = {bare: buffer.detach().cpu() for bare, buffer in persistent_buffers(root.module).items()}
     # the scalar state of each parameter, unless all share one step count
     has_one_step_count = (len(numbers) == sum(len(bucket.parameters) for bucket in root.trained)
                           and all(values == {"step": steps} for values in numbers.values()))
@@ -87,9 +89,7 @@ def load_checkpoint(model: nn.Module, optimizer: Optimizer | None, load_dir: str
                                   for bucket in root.buckets], root.dp)
     root.apply_master_edits()
     root.lineage = Lineage(found.manifest)
-    for name, buffer in root.module.named_buffers():
-        if name in found.shared_state["buffers"]:
-            buffer.copy_(found.shared_state["buffers"][name])
+    load_buffers(root.module, found)
     if optimizer is not None:
         _load_optimizer(found, root, optimizer)
     if scheduler is not None and found.shared_state["lr_scheduler"] is not None:
@@ -164,6 +164,7 @@ def _check_compatible(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer | 
         name = min(differing)
         raise CheckpointError(f"{where} is of another model: {len(differing)} parameters differ, {name!r} first: shape "
                               f"expected {own.get(name)}, found {saved.get(name)}; give the model it was saved from")
+    check_buffers(root.module, found)
     if optimizer is not None:
         kind = found.shared_state["optimizer"]
         if kind != type(optimizer).__name__:

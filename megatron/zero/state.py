@@ -41,6 +41,12 @@ def snapshot_module_buffers(module: nn.Module) -> Callable[[], None]:
     return restore
 
 
+def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
+    """The buffers that a state dict of the module holds, by name."""
+    left_out = {id(part._buffers[name]) for part in module.modules() for name in part._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in left_out}
+
+
 def broadcast_module_buffers(module: nn.Module, groups: Groups) -> None:
     """Broadcast the buffers from the first data parallel rank. (FlatBucket does the same for parameters.)"""
     for buffer in module.buffers() if not groups.dp.is_solo else ():

@@ -37,6 +37,7 @@ from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.storage import StateSegment
+from megatron.zero.state import persistent_buffers
 from mpu.groups import Group, Groups
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
 from mpu.split import Partition
@@ -122,7 +123,7 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
         "owed": [WORKER_ERROR, SERVER_ERROR] if errors else [],
         "param_groups": hyper_parameters(core.param_groups),
         "lr_scheduler": None if engine.lr_scheduler is None else engine.lr_scheduler.state_dict(),
-        "buffers": {name: buffer.detach().cpu() for name, buffer in engine.module.named_buffers()},
+        "buffers": {name: buffer.detach().cpu() for name, buffer in persistent_buffers(engine.module).items()},
         "tied": tied_tensor_names(engine.module, core.all_buckets),
         "loop": {"global_samples": engine.global_samples,
                  "train_batch_size": None if batch_size == engine.configured_batch_size else batch_size,
@@ -205,9 +206,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     kinds = ("weight", *(engine.rule.states if optimizer else ()))
     known = {kind: frozenset(checkpoint.names(kind)) for kind in kinds}  # not strict: missing tensors keep their values
     engine.load_segments(known, partial(_read_segment, engine, checkpoint))
-    for name, buffer in engine.module.named_buffers():
-        if name in shared["buffers"]:
-            buffer.copy_(shared["buffers"][name])
+    load_buffers(engine.module, checkpoint)
     if options.counters:  # after the tensors: with MoQ this rounds the weights
         with reraise_as_corrupt(f"{where}: field 'engine'"):
             state.restore_scalar_state(shared["engine"], loss_scale=options.loss_scale)
@@ -252,6 +251,26 @@ def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoin
     checkpoint.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition, tp.rank, tp.size), offset, out)
 
 
+def check_buffers(module: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> None:
+    """Raise CheckpointError unless the persistent buffers have the model's shapes and, with `strict`, its names."""
+    buffers, saved = persistent_buffers(module), checkpoint.shared_state["buffers"]
+    known = {name for name, _ in module.named_buffers()}  # some tags also hold those that are not persistent
+    for what, names in (("not in the checkpoint", buffers.keys() - saved), ("not in the model", saved.keys() - known)):
+        if names and strict:
+            raise CheckpointError(f"{checkpoint.label} is of another model: {len(names)} buffers are {what}, "
+                                  f"{min(names)} first; give the model it was saved from")
+    for name, buffer in buffers.items():
+        if name in saved and saved[name].shape != buffer.shape:
+            raise CheckpointError(f"{checkpoint.label} is of another model: buffer {name!r}: shape expected "
+                                  f"{list(buffer.shape)}, found {list(saved[name].shape)}")
+
+
+def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
+    for name, buffer in persistent_buffers(module).items():
+        if name in checkpoint.shared_state["buffers"]:
+            buffer.copy_(checkpoint.shared_state["buffers"][name])
+
+
 def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optimizer: bool) -> None:
     """Raise CheckpointError unless buffers, weights and, with `optimizer`, the state of trainable parameters have the
     model's shapes and the engine's rule; with `strict`, unless model and checkpoint have the same parameters."""
@@ -271,9 +290,8 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
         if names and strict:
             raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
                                   "first; give the model it was saved from")
-    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]]  # (what, in the model, in the checkpoint)
-    shapes = [(f"buffer {name!r}", buffer.shape, checkpoint.shared_state["buffers"].get(name, buffer).shape)
-              for name, buffer in engine.module.named_buffers()]
+    check_buffers(engine.module, checkpoint, strict)
+    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # (what, in the model, in the checkpoint)
     for slot, is_trainable in slots:
         expected = TPSlice(slot.shape, slot.partition, tp_size=engine.groups.tp.size).sharding.logical_shape
         for kind in ("weight", *(states if strict and is_trainable else ())):

@@ -167,6 +167,16 @@ def test_a_file_of_tensors_that_does_not_say_whose_it_is_is_refused(tags: dict[s
         shutil.rmtree(tmp_path / TAG)
 
 
+def test_a_tensor_in_two_files_of_a_rank_is_refused(tags: dict[str, Path], tmp_path: Path) -> None:
+    """Which of them counts nobody could tell."""
+    folder = tmp_path / TAG
+    shutil.copytree(tags["ours"], folder)
+    shutil.copy(folder / "rank0.safetensors", folder / "rank0-2.safetensors")
+    rewrite(folder / "rank0.json", lambda part: part["files"].update({"rank0-2.safetensors": {}}))
+    reseal(folder)
+    check_all_refuse(tmp_path)
+
+
 def test_the_error_says_what_is_of_what(tags: dict[str, Path], tmp_path: Path,
                                         capsys: pytest.CaptureFixture[str]) -> None:
     shutil.copytree(tags["ours"], tmp_path / TAG)

@@ -52,6 +52,34 @@ def test_a_deepspeed_checkpoint_is_an_error_that_names_it_and_an_empty_folder_is
     assert engine().load_checkpoint(tmp_path / "absent") == (None, None)
 
 
+class Scaled(nn.Linear):
+    """With a buffer that its state dict holds, and one that the model computes."""
+
+    def __init__(self, name: str = "scale", size: int = 1) -> None:
+        super().__init__(3, 1)
+        self.register_buffer(name, torch.full((size,), float(size)))
+        self.register_buffer("computed", torch.tensor([float(size)]), persistent=False)
+
+
+def test_buffers_are_loaded_by_name_and_shape_and_computed_ones_stay(tmp_path: Path) -> None:
+    def load(model: Scaled, *, strict: bool = True) -> Scaled:
+        run: Engine = zero.initialize(model=model, config=CONFIG)[0]
+        run.load_checkpoint(tmp_path, load_module_strict=strict)
+        return model
+
+    saved: Engine = zero.initialize(model=Scaled(), config=CONFIG)[0]
+    saved.module.scale.fill_(7.0)
+    saved.module.computed.fill_(8.0)
+    saved.save_checkpoint(tmp_path)
+    model = load(Scaled())
+    assert (model.scale, model.computed) == (torch.tensor([7.0]), torch.tensor([1.0]))
+    for other, words in ((Scaled("shift"), "buffers are not in the checkpoint, shift"),
+                         (Scaled(size=2), "'scale': shape")):
+        with pytest.raises(CheckpointError, match=words):
+            load(other)
+    assert load(Scaled("shift"), strict=False).shift == torch.tensor([1.0])
+
+
 # ---- a load takes no memory of its own -------------------------------------------------------------------------------
 
 SHAPE = {"num_layers": 2, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64,

@@ -21,7 +21,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
-from megatron.fsdp.sharded_tensor import split_into_boxes
+from megatron.fsdp.sharded_tensor import local_tensor, split_into_boxes
 from megatron.zero.api.initialize import initialize
 from tests.distributed import on_ranks, run_ranks
 from tests.megatron.checkpoint.made import load_candidates
@@ -31,9 +31,8 @@ from tests.megatron.zero.models import Net
 
 
 def state_of(model: nn.Module, optimizer: torch.optim.Optimizer) -> Any:
-    from megatron.fsdp.state_dict import gather_full_states
     from megatron.fsdp.sharding import unwrap
-    from megatron.fsdp.state_dict import buckets_of
+    from megatron.fsdp.state_dict import buckets_of, gather_full_states
     return whole(model), {index: state for index, (_, state) in enumerate(
         gather_full_states(optimizer, buckets_of(unwrap(model)), collects=True))}, [
             {name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
@@ -173,6 +172,25 @@ def test_what_does_not_fit_is_refused(rank: int, world: int, tmp_path: Path) -> 
     other = around(Everything(), "torch")
     with pytest.raises((CheckpointError, ConfigError), match="another model"):
         load_checkpoint(other, adamw(other), tmp_path)
+
+
+@on_ranks(2)
+def test_a_buffer_of_another_shape_is_refused_before_anything_changes(rank: int, world: int, tmp_path: Path) -> None:
+    def with_buffer(size: int) -> Any:
+        model: Any = Net()
+        model.register_buffer("scale", torch.full((size,), 5.0))
+        return around(model, "torch")
+
+    model = with_buffer(1)
+    save_checkpoint(model, adamw(model), tmp_path)
+    other = with_buffer(4)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.mul_(2)
+    before = [local_tensor(parameter).clone() for parameter in other.parameters()]
+    with pytest.raises(CheckpointError, match=r"buffer 'scale': shape expected \[4\], found \[1\]"):
+        load_checkpoint(other, adamw(other), tmp_path)
+    assert all(torch.equal(local_tensor(one), old) for one, old in zip(other.parameters(), before, strict=True))
 
 
 @on_ranks(1)
