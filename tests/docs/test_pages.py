@@ -21,6 +21,7 @@ from unittest.mock import patch
 
 import pytest
 
+from megatron.config.cli import PRINTED_TEXTS, known_flags
 from tests.docs.reader import PAGES, ROOT, RUN, anchors, blocks, inline_code, links, prose, stray_commands
 from tests.docs.session import Session, follow
 
@@ -190,9 +191,7 @@ def parser_of(program: str) -> argparse.ArgumentParser:
             contextlib.redirect_stdout(nowhere), contextlib.redirect_stderr(nowhere), warnings.catch_warnings(), \
             contextlib.suppress(BaseException):
         warnings.simplefilter("ignore")
-        if program == "pretrain_gpt2.py":
-            importlib.import_module("megatron.config.cli").parse_args([])
-        elif program.endswith(".py"):
+        if program.endswith(".py"):
             runpy.run_path(str(ROOT / program), run_name="__main__")
         else:
             runpy.run_module(program, run_name="__main__", alter_sys=True)
@@ -213,5 +212,5 @@ def flags_of(parser: argparse.ArgumentParser) -> set[str]:
 
 @cache
 def every_flag() -> frozenset[str]:
-    return frozenset(flag.replace("_", "-") for program in ["pretrain_gpt2.py", *PROGRAMS]
-                     for flag in flags_of(parser_of(program)))
+    own = {*known_flags(), *PRINTED_TEXTS}  # of pretrain_gpt2.py
+    return frozenset(flag.replace("_", "-") for flag in own.union(*(flags_of(parser_of(name)) for name in PROGRAMS)))
