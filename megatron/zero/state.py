@@ -42,9 +42,10 @@ def snapshot_module_buffers(module: nn.Module) -> Callable[[], None]:
 
 
 def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
-    """The buffers that a state dict of the module holds, by name."""
-    left_out = {id(part._buffers[name]) for part in module.modules() for name in part._non_persistent_buffers_set}
-    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) not in left_out}
+    """The buffers that a state dict of the module holds, by the first of their names."""
+    kept = {id(buffer) for part in module.modules() for name, buffer in part._buffers.items()
+            if name not in part._non_persistent_buffers_set}
+    return {name: buffer for name, buffer in module.named_buffers() if id(buffer) in kept}
 
 
 def broadcast_module_buffers(module: nn.Module, groups: Groups) -> None:

@@ -14,6 +14,7 @@ from megatron.errors import CheckpointError
 from megatron.train import build
 from megatron.zero.api.engine import Engine
 from megatron.zero.partitioned_param import Placeholder
+from megatron.zero.state import persistent_buffers
 from mpu import groups
 from tests.distributed import run_ranks
 from tests.megatron.live_bytes import STEP, LiveBytes
@@ -78,6 +79,15 @@ def test_buffers_are_loaded_by_name_and_shape_and_computed_ones_stay(tmp_path: P
         with pytest.raises(CheckpointError, match=words):
             load(other)
     assert load(Scaled("shift"), strict=False).shift == torch.tensor([1.0])
+
+
+def test_a_buffer_that_one_of_two_modules_keeps_is_saved() -> None:
+    """Under the first of its names."""
+    for keeps_first in (True, False):
+        model, table = nn.Sequential(nn.Module(), nn.Module()), torch.ones(1)
+        model[0].register_buffer("scale", table, persistent=keeps_first)
+        model[1].register_buffer("scale", table, persistent=not keeps_first)
+        assert persistent_buffers(model) == {"0.scale": table}
 
 
 # ---- a load takes no memory of its own -------------------------------------------------------------------------------
