@@ -185,6 +185,7 @@ class PassCoordinator:
             self._log.raise_root_cause(error)
             if not self._is_interrupted:  # discard all gradients of the step, which are incomplete
                 self._failed_backward_count += 1
+                self._clear_live_calls()  # their graph is half used, though it may be alive
                 self.reshard_all()
                 for bucket in self._buckets:
                     bucket.grads.discard()
@@ -201,6 +202,10 @@ class PassCoordinator:
         self.running_units.clear()
         self.reshard_all()
         STATUS.set_phase("")
+
+    def _clear_live_calls(self) -> None:
+        for calls in self._live_calls.values():
+            calls.clear()
 
     def record_interruption(self, error: BaseException) -> None:
         """`error` ended a backward or a step. After Ctrl-C the other ranks may be anywhere: do not wait for them, and
@@ -242,8 +247,7 @@ class PassCoordinator:
         if unit.is_root and backward is None:
             self._begin_model_forward(unit)
         if backward is None and self._forwards_version != self.weight_version:
-            for calls in self._live_calls.values():
-                calls.clear()
+            self._clear_live_calls()
             self._ran_units.clear()
             self._skipped_units.clear()
             self._forwards_version = self.weight_version
