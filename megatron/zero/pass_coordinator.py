@@ -122,7 +122,7 @@ class PassCoordinator:
         # forwards since the weights changed
         self._forwards_version = 0  # their weight version
         # Forward calls whose backward may still come: their graphs are alive (stage 3).
-        self._live_calls: dict[Unit, WeakSet[UnitCall]] = {unit: WeakSet() for unit in units}
+        self._live_calls = defaultdict[Unit, WeakSet[UnitCall]](WeakSet)
         # Units that ran, and units that `set_forward_modules` left out.
         self._ran_units, self._skipped_units = set[Unit](), set[Unit]()
         # Units whose forward runs, outermost first (stage 3).
@@ -185,7 +185,7 @@ class PassCoordinator:
             self._log.raise_root_cause(error)
             if not self._is_interrupted:  # discard all gradients of the step, which are incomplete
                 self._failed_backward_count += 1
-                self._clear_live_calls()  # their graph is half used, though it may be alive
+                self._live_calls.clear()  # their graph is half used, though it may be alive
                 self.reshard_all()
                 for bucket in self._buckets:
                     bucket.grads.discard()
@@ -202,10 +202,6 @@ class PassCoordinator:
         self.running_units.clear()
         self.reshard_all()
         STATUS.set_phase("")
-
-    def _clear_live_calls(self) -> None:
-        for calls in self._live_calls.values():
-            calls.clear()
 
     def record_interruption(self, error: BaseException) -> None:
         """`error` ended a backward or a step. After Ctrl-C the other ranks may be anywhere: do not wait for them, and
@@ -247,9 +243,8 @@ class PassCoordinator:
         if unit.is_root and backward is None:
             self._begin_model_forward(unit)
         if backward is None and self._forwards_version != self.weight_version:
-            self._clear_live_calls()
-            self._ran_units.clear()
-            self._skipped_units.clear()
+            for forwards in (self._live_calls, self._ran_units, self._skipped_units):
+                forwards.clear()
             self._forwards_version = self.weight_version
         self._ran_units.add(unit)
         if self._params_are_sharded:
