@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 import ast
+import io
 import re
+import runpy
 import subprocess
 import sys
+from contextlib import redirect_stdout
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
+
+from tests.distributed import run_ranks
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,12 +61,20 @@ def test_the_picture_classifier_learns_in_16_bits(dtype: str) -> None:
     assert accuracy is not None and int(accuracy[1]) > 50
 
 
+def masked_model(rank: int, world: int, stage: int, folder: Path) -> tuple[str, str]:
+    """What is printed by a run in one go, and by the second half of one that was resumed."""
+    said = []
+    for name, iterations in (("whole", 40), ("parts", 20), ("parts", 40)):
+        argv = ["--stage", stage, "--checkpoint_dir", folder / name, "--num_iterations", iterations]
+        said.append(io.StringIO())
+        with patch("sys.argv", ["bert_masked_lm.py", *map(str, argv)]), redirect_stdout(said[-1]):
+            runpy.run_path(str(ROOT / "examples" / "bert_masked_lm.py"), run_name="__main__")
+    return said[0].getvalue(), said[2].getvalue()
+
+
 @every((2, 3))
 def test_the_masked_model_learns_and_goes_on_from_its_checkpoint(ranks: int, stage: int, tmp_path: Path) -> None:
-    flags = ("--stage", str(stage), "--checkpoint_dir")
-    whole = run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "whole"), "--num_iterations", "40")
-    run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "parts"), "--num_iterations", "20")
-    rest = run(ranks, "bert_masked_lm.py", *flags, str(tmp_path / "parts"), "--num_iterations", "40")
+    whole, rest = run_ranks(masked_model, ranks, stage, tmp_path)[0]
     first, last = (re.search(pattern, whole) for pattern in (r"step 0: loss ([\d.]+)", r"last loss ([\d.]+)"))
     assert first is not None and last is not None and float(last[1]) < 0.8 * float(first[1])
     assert f"40 steps, from 20: last loss {last[1]}" in rest, "a resumed run is the run"

@@ -10,10 +10,8 @@ from pathlib import Path
 
 
 def main() -> None:
-    ways: dict[str, str] = json.loads(os.environ["FAKE_TRAINER"])
-    words = sys.argv[1:]
+    way, words = os.environ["FAKE_TRAINER"], sys.argv[1:]
     stage = words[words.index("--zero-stage") + 1] if "--zero-stage" in words else "0"
-    way = ways.get(stage, ways["other"])
     if way == "memory":
         print("error: rank 0 is out of memory: can't allocate memory; try --batch-size 1", file=sys.stderr)
         sys.exit(5)
