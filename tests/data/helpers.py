@@ -1,8 +1,16 @@
-"""What a corpus holds, and a run that stops in the middle."""
+"""What a corpus holds; a run that stops in the middle; a function that is killed at a chosen moment.
+
+Moments are counted in *events*: renames, syncs, cuts, removals and folders made. Between two of them nothing changes
+that another process could see, but for bytes in files under temporary names.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import os
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -39,3 +47,52 @@ class Stop:
                 raise self.error
             self.left, self.encoded = self.left - 1, self.encoded + 1
             yield encoded
+
+
+EVENTS = ("replace", "fsync", "unlink", "truncate", "mkdir", "rmdir", "link")
+
+
+def in_a_fork(function: Callable[[], object], stop: int | None = None) -> int:
+    """Run the function, killed before its `stop`-th event. Returns how many events it met; -1 if it was killed."""
+    read, write = os.pipe()
+    with warnings.catch_warnings():  # of Python 3.12, that threads do not live on in the child: it needs none
+        warnings.simplefilter("ignore", DeprecationWarning)
+        child = os.fork()
+    if not child:
+        code = 1
+        try:
+            seen = count_events(stop)
+            with open(os.devnull, "w") as nowhere:
+                sys.stdout = sys.stderr = nowhere
+                function()
+            os.write(write, str(seen[0]).encode())
+            code = 0
+        finally:
+            os._exit(code)
+    os.close(write)
+    with open(read) as pipe:
+        said = pipe.read()
+    _, status = os.waitpid(child, 0)
+    if os.WIFSIGNALED(status):
+        assert os.WTERMSIG(status) == signal.SIGKILL
+        return -1
+    assert os.WEXITSTATUS(status) == 0
+    return int(said)
+
+
+def count_events(stop: int | None) -> list[int]:
+    """From now on, in this process for good."""
+    seen = [0]
+
+    def wrapped(original: Callable[..., object]) -> Callable[..., object]:
+        def call(*arguments: object, **named: object) -> object:
+            seen[0] += 1
+            if seen[0] == stop:
+                os.kill(os.getpid(), signal.SIGKILL)
+            return original(*arguments, **named)
+        return call
+
+    patch = pytest.MonkeyPatch()
+    for name in EVENTS:
+        patch.setattr(os, name, wrapped(getattr(os, name)))
+    return seen

@@ -14,7 +14,6 @@ from data import importers
 from data.importers import import_tokens, main, order_warnings
 from data.sources import Datasets, open_datasets
 from data.storage import DataError
-from data.verify import verify_corpus
 from tests.data.helpers import BYTE, documents_of
 
 EOD = BYTE.eod
@@ -41,16 +40,6 @@ def plainly_cut(tokens: list[int]) -> list[list[int]]:
         if tokens[0] != EOD and token == EOD:
             documents.append([])
     return documents if documents[-1] else documents[:-1]
-
-
-def test_documents_end_after_the_id_in_nanogpt_and_begin_with_it_in_llmc(tmp_path: Path) -> None:
-    import_tokens([nanogpt(tmp_path / "a.bin", [1, 2, EOD, EOD, 3, EOD, 4])], tmp_path / "c", BYTE)
-    assert documents_of(tmp_path / "c") == [[1, 2, EOD], [EOD], [3, EOD], [4]]
-    import_tokens([llmc(tmp_path / "b.bin", [EOD, 1, 2, EOD, EOD, 3])], tmp_path / "e", BYTE)
-    assert documents_of(tmp_path / "e") == [[EOD, 1, 2], [EOD], [EOD, 3]]
-    import_tokens([llmc(tmp_path / "c.bin", [5, EOD, 1]), llmc(tmp_path / "d.bin", [2, EOD])], tmp_path / "cd", BYTE)
-    assert documents_of(tmp_path / "cd") == [[5, EOD], [1, 2, EOD]]
-    assert "5 tokens (uint16), ids 0 to 256 of 257" in verify_corpus(str(tmp_path / "cd"))
 
 
 def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_path: Path,

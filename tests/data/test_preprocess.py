@@ -28,8 +28,7 @@ from data.verify import main as verify
 from data.webtext import __main__ as webtext, dedup
 from data.webtext.runner import GlobalStage, run_global_stage
 from tests.covering import pairs
-from tests.data.helpers import BYTE, documents_of, files_of
-from tests.data.killing import in_a_fork
+from tests.data.helpers import BYTE, documents_of, files_of, in_a_fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 

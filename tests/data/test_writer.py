@@ -33,8 +33,7 @@ from data.storage import DataError, ResumableError, StorageFault, hold_writer_lo
 from data.text_files import Separator
 from data.tokenizer import ByteLevelTokenizer
 from data.writer import CorpusWriter
-from tests.data.helpers import BYTE, Stop, files_of
-from tests.data.killing import in_a_fork
+from tests.data.helpers import BYTE, Stop, files_of, in_a_fork
 
 ROUNDS = 8
 ROOT = Path(__file__).resolve().parents[2]

@@ -19,7 +19,7 @@ from data.tokenizer import ByteLevelTokenizer
 from data.webtext import split
 from data.webtext.__main__ import main
 from data.webtext.documents import Document, DocumentCounts, shard_name
-from tests.data.killing import in_a_fork
+from tests.data.helpers import in_a_fork
 from tests.data.webtext.test_filters import TEXTS
 from tests.data.webtext.test_runner import contents
 

@@ -24,7 +24,7 @@ from data.webtext.__main__ import main, tokenize_part
 from data.webtext.readers import WebReadOptions, shards_of_stage
 from data.webtext.runner import (GlobalStage, StageRunOptions, merge_shares, read_stage_record, run_global_stage,
                                  run_map_stage)
-from tests.data.killing import in_a_fork
+from tests.data.helpers import in_a_fork
 from tests.data.webtext.stages import REVERSE, SHOUT
 
 

@@ -2,22 +2,34 @@
 
 from __future__ import annotations
 
+import argparse
 import dataclasses
 import json
 import re
 import subprocess
 import sys
 from collections import Counter
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
 
+from data.cli import suggest_spelling
+from data.storage import UsageError
+from data.webtext.__main__ import build_parser as webtext
+from megatron.checkpoint.cli import parse_arguments as checkpoint
 from megatron.config.cli import PRINTED_TEXTS, known_flags, parse_args
 from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, help_text
 from megatron.config.tree import PRESETS, SECTIONS, Config
 from megatron.errors import ConfigError
+from megatron.evaluate.cli import build_parser as evaluate
+from megatron.inference.cli import build_parser as generate
 from megatron.model import count_parameters
 from megatron.package import DISTRIBUTION, __version__
+from megatron.plan.cli import parse as plan
+from megatron.report.run_report import build_parser as report
+from megatron.serve.cli import build_parser as serve
+from megatron.tune.cli import parse as tune
 
 ROOT = Path(__file__).parents[3]
 
@@ -48,10 +60,6 @@ def test_every_promised_flag_exists() -> None:
 def test_field_names_are_unique_across_sections() -> None:
     counts = Counter(f.name for section in SECTIONS.values() for f in dataclasses.fields(section))
     assert not [name for name, count in counts.items() if count > 1]
-
-
-def test_every_default_stands_for_itself() -> None:
-    assert parse_args([]) == Config()
 
 
 def test_dashes_and_underscores_are_the_same() -> None:
@@ -309,6 +317,48 @@ def test_config_errors_end_in_one_line_without_importing_torch(tmp_path: Path) -
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
     probe = ("import sys; from megatron.config import cli; from megatron.distributed import exit_codes, process_group; "
-             "cli.parse_args(sys.argv[1:]); assert 'torch' not in sys.modules")
+             "from megatron.launch import launcher; cli.parse_args(sys.argv[1:]); "
+             "assert not {'torch', 'numpy'} & set(sys.modules)")
     (tmp_path / "ds.json").write_text("{}")
     subprocess.run([sys.executable, "-c", probe, "--deepspeed_config", tmp_path / "ds.json"], cwd=ROOT, check=True)
+
+
+# ---- the other commands --------------------------------------------------------------------------------------------
+
+COMMANDS: dict[str, tuple[Callable[[list[str]], object], Sequence[str], str, str]] = {
+    "plan": (plan, [], "--rank", "--ranks"), "tune": (tune, [], "--card_gbs", "--card-gb"),
+    "report": (report().parse_args, ["run"], "--outptu", "--output"),
+    "checkpoint": (checkpoint, ["list", "run"], "--checkpoint_verison", "--checkpoint-version"),
+    "generate": (generate().parse_args, [], "--loda", "--load"), "serve": (serve().parse_args, [], "--prot", "--port"),
+    "evaluate": (evaluate().parse_args, ["--task", "wikitext", "--data", "x"], "--protocl", "--protocol"),
+    "webtext": (webtext().parse_args, ["clean", "x", "--output", "y"], "--overwrit", ""),
+}
+"""Command -> its parser, what it needs, a misspelt flag and the one that was meant."""
+
+
+def complaint(parse: Callable[[list[str]], object], argv: list[str]) -> str:
+    with pytest.raises((ConfigError, UsageError)) as caught:
+        parse(argv)
+    return str(caught.value)
+
+
+def test_a_command_answers_what_is_nearly_its_flag_and_guesses_nothing_else() -> None:
+    for parse, needed, typed, meant in COMMANDS.values():
+        said = complaint(parse, [*needed, typed, "4"])
+        assert f"unknown flag {typed.replace('_', '-')}" in said
+        assert f"did you mean {meant}?" in said if meant else "did you mean" not in said
+        for foreign in ("--gas", "--fp8-format", "--use-dist-ckpt"):
+            said = complaint(parse, [*needed, foreign, "4"])
+            assert f"unknown flag {foreign}" in said and "did you mean" not in said
+
+
+def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> None:
+    asked: argparse.Namespace = generate().parse_args(["--load", "x", "--num_samples=2", "--", "--top_k"])
+    assert asked.num_samples == 2 and asked.prompts == ["--top_k"]
+
+
+def test_how_near_a_flag_has_to_be() -> None:
+    for word, found in (("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""),
+                        ("--laod", "--load"), ("--mx-conections", "--max-connections"), ("--m-conections", "")):
+        hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
+        assert hint == (f"did you mean {found}?" if found else "")

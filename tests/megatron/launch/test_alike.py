@@ -55,10 +55,6 @@ def compare(told: Sequence[Mapping[str, Any]], limit: float = 5.0, ranks: int | 
 # ---- what is compared --------------------------------------------------------------------------------------------
 
 
-def test_ranks_that_were_told_the_same_begin() -> None:
-    assert compare([FACTS] * 5) == [None] * 5
-
-
 def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank() -> None:
     told = [FACTS, {**FACTS, "--lr": 0.002}, FACTS, FACTS, {**FACTS, "torch": "2.11.0", "--new": None}]
     found = compare(told)

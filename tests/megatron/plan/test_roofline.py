@@ -14,13 +14,19 @@ import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
 from megatron.errors import ConfigError
 from megatron.plan import cli
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import KNOWN_GPUS, MachineRates, StepTime, known_rates, measured_rates, step_time
 from megatron.train import build
+from megatron.train.batches import Batch
+from mpu import groups
 from mpu.groups import Groups
+from tests.distributed import run_ranks
+from tests.megatron.helpers import NO_DROPOUT, TINY
+from tests.wires import accelerator_side, counted
 
 CPU = torch.device("cpu")
 SHAPE: dict[str, Any] = {"num_layers": 6, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64,
@@ -128,3 +134,38 @@ def test_this_machine_has_rates(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (rates.device, rates.ranks) == ("cpu", 2)
     assert min(rates.flops, rates.memory) > 1e8 and 0 < rates.operation_seconds < 1e-2
     assert rates.exchange > 1e6 and rates.collective_seconds > 0
+
+
+# ---- bytes of gradients --------------------------------------------------------------------------------------------
+
+WAYS = {"all_reduce": 2, "reduce_scatter": 1}
+"""Times that all but a rank's own part goes out, by rings."""
+LARGE = 128
+"""Elements of a unit, at least; the norm and flags are smaller."""
+
+
+def bytes_of_gradients(rank: int, world: int, stage: int, flags: list[str]) -> tuple[int, int]:
+    """(planned, sent)"""
+    config = parse_args([*TINY, *NO_DROPOUT, "--mock-data", "--vocab-size", "512", "--zero-stage", str(stage), *flags],
+                        world)
+    with accelerator_side():
+        grid = groups.build(1)
+        engine = build.engine(config, build.model(config, grid), grid, CPU)
+        rows = torch.zeros(config.train.batch_size, config.seq_length + 1, dtype=torch.int64)
+        batch = Batch(rows[:, :-1].contiguous(), rows[:, 1:].contiguous())
+        with counted() as sent:
+            for _ in range(config.accumulation(world)):
+                engine.backward(engine(*batch, grad_scale=engine.backward_scale))
+                engine.step()
+    found = sum(WAYS[kind] * numel * dtype.itemsize * (world - 1) // world for kind, numel, dtype in sent
+                if kind in WAYS and numel >= LARGE)
+    return PlannedRun(config, world, "cuda").traffic().gradients, found
+
+
+@pytest.mark.few(2)
+@pytest.mark.parametrize("stage", range(4))
+def test_the_plan_of_gpus_counts_the_bytes_that_travel(stage: int) -> None:
+    for accumulation, flags in product((1, 2), ([], ["--bf16"], ["--bf16", "--communication-data-type", "bf16"])):
+        more = ["--batch-size", "2", "--global-batch-size", str(4 * accumulation)]
+        for planned, sent in run_ranks(bytes_of_gradients, 2, stage, [*flags, *more]):
+            assert planned == sent, (accumulation, flags)

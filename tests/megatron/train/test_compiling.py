@@ -9,17 +9,23 @@ from __future__ import annotations
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
+from torch import Tensor
 from torch._dynamo.utils import counters
 
 import mpu.device
 from megatron.config.tree import Config, build_config
 from megatron.errors import ConfigError
 from megatron.train import build, compile
+from mpu import groups
 from mpu.groups import Groups
+from mpu.random import model_parallel_cuda_manual_seed
+from tests.distributed import run_ranks
 from tests.megatron.helpers import records, train
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 SHAPE: dict[str, Any] = {"num_layers": 3, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16,
@@ -116,3 +122,38 @@ def test_a_compiled_run_trains_like_an_eager_one(extra: list[str], tmp_path: Pat
         # Fused kernels round elsewhere: 1e-4 over 8 fp32 steps.
         assert [row[key] for row in compiled] == pytest.approx([row[key] for row in eager], rel=1e-4)
     assert [row["samples_digest"] for row in compiled] == [row["samples_digest"] for row in eager]
+
+
+# ---- blocks inside the engine --------------------------------------------------------------------------------------
+
+TRACED = partial(torch.compile, backend="aot_eager")
+Found = tuple[int, int, list[Tensor]]
+"""(breaks, graphs, results)"""
+
+
+def seen() -> tuple[int, int]:
+    return sum(counters["graph_break"].values()), counters["stats"]["unique_graphs"]
+
+
+def traced_steps(rank: int, world: int, stage: int, tp: int, compiled: bool) -> Found:
+    counters.clear()
+    grid = groups.build(tp)
+    model_parallel_cuda_manual_seed(1, grid)
+    settings: dict[str, Any] = {"model_parallel_size": tp, "zero_stage": stage, "compile": compiled,
+                                "compile_scope": "blocks", "lr": 1e-2, "lr_warmup_iters": 0, "batch_size": 2}
+    with patch("torch.compile", TRACED):
+        engine = gpt2_engine(configure_gpt2(**settings), grid)
+    draw = torch.Generator().manual_seed(grid.dp.rank)
+    for _ in range(2):
+        engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
+        engine.step()
+    return *seen(), [*weights(engine).values()]
+
+
+@pytest.mark.parametrize(("stage", "tp"), [(3, 2), *(
+    pytest.param(stage, tp, marks=pytest.mark.slow) for stage, tp in ((0, 2), (1, 1), (2, 2)))])
+def test_blocks_inside_the_engine_are_one_graph_each(stage: int, tp: int) -> None:
+    traced, plain = (run_ranks(traced_steps, 2 * tp, stage, tp, compiled, timeout=300) for compiled in (True, False))
+    for (breaks, graphs, results), (_, none, wanted) in zip(traced, plain, strict=True):
+        assert (breaks, none) == (0, 0) and 1 <= graphs <= 2
+        assert all(map(torch.equal, results, wanted))
