@@ -6,8 +6,6 @@ import argparse
 import dataclasses
 import json
 import re
-import subprocess
-import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +28,7 @@ from megatron.plan.cli import parse as plan
 from megatron.report.run_report import build_parser as report
 from megatron.serve.cli import build_parser as serve
 from megatron.tune.cli import parse as tune
+from tests.megatron.launch.processes import error_of, python
 
 ROOT = Path(__file__).parents[3]
 
@@ -312,15 +311,14 @@ def test_accumulation_follows_from_the_batch_sizes_and_a_world_that_does_not_fit
 
 
 def test_config_errors_end_in_one_line_without_importing_torch(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "pretrain_gpt2.py", "--num-layers", "x"], cwd=ROOT, capture_output=True,
-                          text=True, check=False)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("error: ") and done.stderr.count("\n") == 1 and "--num-layers" in done.stderr
+    done = python("pretrain_gpt2.py", "--num-layers", "x")
+    assert "--num-layers" in error_of(done, 2) and done.stdout == "" and done.stderr.count("\n") == 1
     probe = ("import sys; from megatron.config import cli; from megatron.distributed import exit_codes, process_group; "
              "from megatron.launch import launcher; cli.parse_args(sys.argv[1:]); "
              "assert not {'torch', 'numpy'} & set(sys.modules)")
     (tmp_path / "ds.json").write_text("{}")
-    subprocess.run([sys.executable, "-c", probe, "--deepspeed_config", tmp_path / "ds.json"], cwd=ROOT, check=True)
+    done = python("-c", probe, "--deepspeed_config", tmp_path / "ds.json")
+    assert done.returncode == 0, done.stderr
 
 
 # ---- the other commands --------------------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ from __future__ import annotations
 
 import json
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from dataclasses import fields
 from itertools import product
@@ -21,6 +19,7 @@ from megatron.config.optimizer_config import DEEPSPEED_TYPES, EXTRA_RANGES, OPTI
 from megatron.config.schema import flag_name, setting_of
 from megatron.config.tree import SECTIONS, Config, OptimConfig
 from megatron.errors import ConfigError
+from tests.megatron.launch.processes import launched
 
 ROOT = Path(__file__).resolve().parents[3]
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
@@ -117,9 +116,7 @@ def test_flags_and_what_is_checked_after_them_end_in_the_same_list(tmp_path: Pat
 def test_the_program_ends_with_a_line_for_each_reason(tmp_path: Path) -> None:
     path = tmp_path / "ds.json"
     path.write_text(json.dumps(REASONS["a key, the batch and two settings together"][0]))
-    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "pretrain_gpt2.py",
-                           "--mock-data", "--deepspeed_config", path],
-                          cwd=ROOT, capture_output=True, text=True, check=False, timeout=60)
+    done = launched(2, "pretrain_gpt2.py", "--mock-data", "--deepspeed_config", path)
     head, *lines = done.stderr.splitlines()
     assert done.returncode == 2 and head == f"error: {path}: 3 errors:"
     assert [line[:6] for line in lines] == ["  (1) ", "  (2) ", "  (3) "]

@@ -5,8 +5,6 @@ from __future__ import annotations
 import io
 import json
 import math
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr, redirect_stdout
 from importlib.util import find_spec
@@ -23,7 +21,8 @@ from megatron.evaluate.cli import Protocol, format_json, format_table, main
 from megatron.evaluate.tasks import EvalTask, ScoringRequest, TargetScore
 from tests.distributed import run_ranks
 from tests.megatron.evaluate.models import WIKITEXT, write_lines
-from tests.megatron.helpers import ROOT, train, write_corpus
+from tests.megatron.helpers import train, write_corpus
+from tests.megatron.launch.processes import error_of, python
 
 FLAGS = ("--num-layers 2 --hidden-size 32 --num-attention-heads 4 --max-position-embeddings 32 --seq-length 32 "
          "--tokenizer-type ByteLevelTokenizer --train-iters 2 --eval-interval 2 --eval-iters 1000 --batch-size 1 "
@@ -160,13 +159,8 @@ def test_what_cannot_be_is_refused_in_words(folder: Path, tmp_path: Path) -> Non
 
 
 def test_the_program_ends_with_its_code_and_one_line(folder: Path) -> None:
-    result = subprocess.run([sys.executable, "-m", "megatron.evaluate", "--load", "run", "--task", "lambada", "--data",
-                             "wiki.txt"], cwd=folder, capture_output=True, text=True,
-                            env={"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
-    assert result.returncode == 3, result.stderr
-    errors = [line for line in result.stderr.splitlines() if line.startswith("error:")]
-    assert len(errors) == 1 and "wiki.txt, line 2: not JSON" in errors[0] and result.stdout == ""
-    assert "Traceback" not in result.stderr
+    done = python("-m", "megatron.evaluate", "--load", "run", "--task", "lambada", "--data", "wiki.txt", cwd=folder)
+    assert "wiki.txt, line 2: not JSON" in error_of(done, 3) and done.stdout == ""
 
 
 def refused(rank: int, world: int, data: list[str], more: list[str]) -> tuple[str, str]:
@@ -185,8 +179,7 @@ def test_a_file_that_one_rank_cannot_use_is_the_same_error_on_all(folder: Path) 
 def test_flags_are_checked_before_torch_is_imported() -> None:
     program = ("import sys; from megatron.evaluate.cli import parse; parse(['--load', 'a', '--task', 'wikitext', "
                f"'--data', {__file__!r}]); print(sorted({{'torch', 'numpy'}} & set(sys.modules)))")
-    assert subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True,
-                          check=True).stdout == "[]\n"
+    assert python("-c", program).stdout == "[]\n"
 
 
 def test_the_harness_says_what_to_install_and_refuses_in_words() -> None:

@@ -37,6 +37,24 @@ def environment(**more: object) -> dict[str, str]:
     return own | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | {name: str(value) for name, value in more.items()}
 
 
+def python(*words: object, cwd: Path = ROOT, **variables: object) -> subprocess.CompletedProcess[str]:
+    """A Python program, run to its end."""
+    return subprocess.run([sys.executable, *map(str, words)], cwd=cwd, env=environment(**variables), text=True,
+                          stdin=subprocess.DEVNULL, capture_output=True, timeout=240)
+
+
+def launched(ranks: int, *words: object, cwd: Path = ROOT) -> subprocess.CompletedProcess[str]:
+    """A program of so many ranks, run to its end."""
+    return python("-m", "megatron.launch", "--nproc-per-node", ranks, *words, cwd=cwd)
+
+
+def error_of(done: subprocess.CompletedProcess[str], code: int) -> str:
+    """The only error line of a program that ended with this code."""
+    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
+    assert done.returncode == code and len(errors) == 1 and "Traceback" not in done.stderr, done.stderr
+    return errors[0]
+
+
 _BEGUN: list[subprocess.Popen[Any]] = []
 
 

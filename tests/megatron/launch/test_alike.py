@@ -29,7 +29,7 @@ from megatron.errors import ConfigError, PeerError, TrainerError
 from megatron.inference.model_args import flags_to_compare, model_parser
 from megatron.zero import initialize
 from tests.distributed import run_ranks
-from tests.megatron.launch.processes import ROOT, begin, environment
+from tests.megatron.launch.processes import ROOT, begin, environment, error_of, launched, python
 
 FACTS = {"--lr": 0.001, "--zero-stage": 1, "torch": "2.13.0", "code": "abc"}
 
@@ -195,11 +195,10 @@ STARTERS: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
 
 def test_a_rank_by_hand_that_does_not_find_rank_0_says_so(port: int) -> None:
     """In one line, and no stack of torch's."""
-    done = subprocess.run(
-        [sys.executable, "pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", "2"], cwd=ROOT, capture_output=True,
-        env=environment(MASTER_ADDR="localhost", MASTER_PORT=port, RANK=1, WORLD_SIZE=2), text=True, timeout=90)
-    assert done.returncode == 5 and done.stderr.count("\n") == 1, done.stderr
-    assert f"rank 0 did not answer at localhost:{port} within 2 s (Connection refused)" in done.stderr
+    done = python("pretrain_gpt2.py", *TINY, "--startup-timeout-seconds", 2, MASTER_ADDR="localhost", MASTER_PORT=port,
+                  RANK=1, WORLD_SIZE=2)
+    assert done.stderr.count("\n") == 1, done.stderr
+    assert f"rank 0 did not answer at localhost:{port} within 2 s (Connection refused)" in error_of(done, 5)
 
 
 @pytest.mark.parametrize("starter", [pytest.param(one, marks=[] if one == "by hand" else pytest.mark.slow)
@@ -308,13 +307,9 @@ def test_ranks_that_find_other_text_under_the_same_name_do_not_train(tmp_path: P
     flags = [flag for flag in TINY if flag != "--mock-data"]
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(WRAPPER)
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), *flags, "--train-data",
-         str(tmp_path / "corpus0.jsonl"), "--data-cache-path", str(tmp_path / "cache"),
-         f"--train-data {tmp_path}/corpus1.jsonl"], cwd=tmp_path, capture_output=True, text=True, timeout=90,
-        env=environment())
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(errors) == 1 and "the training corpus is " in errors[0], done.stderr
+    done = launched(2, wrapper, *flags, "--train-data", tmp_path / "corpus0.jsonl", "--data-cache-path",
+                    tmp_path / "cache", f"--train-data {tmp_path}/corpus1.jsonl", cwd=tmp_path)
+    assert "the training corpus is " in error_of(done, 2)
 
 
 @pytest.mark.few(1)
@@ -323,9 +318,5 @@ def test_ranks_that_use_a_model_differently_do_not_begin(module: str, tmp_path: 
     wrapper = tmp_path / "wrapper.py"
     wrapper.write_text(WRAPPER.partition("runpy.run_path")[0] +
                        f"runpy.run_module('megatron.{module}', run_name='__main__', alter_sys=True)\n")
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(wrapper), "--load", str(tmp_path),
-         "--batch-size 3"], cwd=tmp_path, capture_output=True, text=True, timeout=90, env=environment())
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(errors) == 1, done.stderr
-    assert "--batch-size is 8 on rank 0, 3 on rank 1" in errors[0]
+    done = launched(2, wrapper, "--load", tmp_path, "--batch-size 3", cwd=tmp_path)
+    assert "--batch-size is 8 on rank 0, 3 on rank 1" in error_of(done, 2)

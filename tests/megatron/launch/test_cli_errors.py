@@ -7,7 +7,6 @@ import json
 import math
 import os
 import shutil
-import subprocess
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -20,7 +19,8 @@ import pretrain_gpt2
 from data.writer import CorpusWriter
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, read_logical
 from megatron.distributed import exit_codes
-from tests.megatron.helpers import ROOT, TINY, own_signals, steps, train, write_corpus
+from tests.megatron.helpers import TINY, own_signals, steps, train, write_corpus
+from tests.megatron.launch.processes import python
 
 Cli = Callable[[Sequence[object]], tuple[int, str]]
 
@@ -115,8 +115,7 @@ def test_a_tokenizer_file_that_is_named_and_absent_is_a_config_error_before_torc
         "import sys, pretrain_gpt2; from megatron.distributed import exit_codes; "
         "code = exit_codes.run(pretrain_gpt2.main); sys.exit('torch' if 'torch' in sys.modules else code)")
     for kind, flag in (("sentencepiece", "--tokenizer-path"), ("gpt2", "--merge-file"), ("character", "--vocab-file")):
-        done = subprocess.run([sys.executable, "-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind,
-                               flag, f"{tmp_path}/x"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = python("-c", program, *TINY, "--train-data", text, "--tokenizer-type", kind, flag, f"{tmp_path}/x")
         check((done.returncode, done.stderr), 2, f"{flag} {tmp_path}/x: no such file")
 
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import resource
 import socket
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
@@ -22,8 +20,8 @@ from megatron.distributed.process_group import Environment, device_for
 from megatron.errors import ConfigError
 from mpu.store import StoreKV
 from tests.distributed import run_ranks
-from tests.megatron.helpers import ROOT, TINY, lines, records, total_digest, train_all
-from tests.megatron.launch.processes import environment
+from tests.megatron.helpers import TINY, lines, records, total_digest, train_all
+from tests.megatron.launch.processes import error_of, launched, python
 
 LAUNCHED_BY = ("MEGATRON_LAUNCHER", "TORCHELASTIC_RUN_ID")
 
@@ -52,13 +50,9 @@ def test_a_port_in_use_is_a_config_error_that_names_it(busy_port: int, environ: 
 
 
 def test_a_port_in_use_ends_the_launcher_with_exit_2(busy_port: int) -> None:
-    done = subprocess.run(
-        [sys.executable, "-m", "megatron.launch", "--nnodes", "2", "--node-rank", "0", "--master-addr",
-         socket.gethostname(), "--master-port", str(busy_port), "pretrain_gpt2.py"],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=120)
-    errors = [line for line in done.stderr.splitlines() if line.startswith("error:")]
-    assert done.returncode == 2 and len(errors) == 1 and f"port {busy_port}" in errors[0], done.stderr
-    assert "Traceback" not in done.stderr
+    done = python("-m", "megatron.launch", "--nnodes", 2, "--node-rank", 0, "--master-addr", socket.gethostname(),
+                  "--master-port", busy_port, "pretrain_gpt2.py")
+    assert f"port {busy_port}" in error_of(done, 2)
 
 
 # ---- devices -----------------------------------------------------------------------------------------------------
@@ -112,7 +106,7 @@ def test_ranks_that_have_met_over_gloo_share_a_gpu(backend: str, shared: bool, e
 def test_a_script_that_just_ends_leaves_the_process_group_unless_it_failed(end: str, left: str) -> None:
     program = ("import atexit, torch; atexit.register(lambda: print(torch.distributed.is_initialized()));"
                f"from megatron.zero import init_distributed; init_distributed(); {end}")
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = python("-c", program)
     assert done.stdout.strip() == left, done.stderr
 
 
@@ -136,8 +130,7 @@ def test_a_script_that_just_ends_leaves_no_thread_of_a_process_group_behind(tmp_
     exception`. Destroying a group joins its threads, unless something still holds the group."""
     script = tmp_path / "script.py"
     script.write_text(ENGINE_THAT_LIVES_ON)
-    done = subprocess.run([sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", str(script)], text=True,
-                          env=environment(), capture_output=True, timeout=120)
+    done = launched(2, script)
     names = done.stdout.split()
     assert done.returncode == 0 and len(names) >= 2, done.stderr
     assert not [name for name in names if "gloo" in name]
@@ -160,7 +153,7 @@ print(resource.getrlimit(resource.RLIMIT_NOFILE)[0], os.environ["TORCH_GLOO_LAZY
 
 
 def test_a_rank_connects_on_demand_and_may_open_all_it_is_allowed():
-    program = subprocess.run([sys.executable, "-c", MEETS], cwd=ROOT, env=environment(), capture_output=True, text=True)
+    program = python("-c", MEETS)
     assert program.stdout.split() == ["256", "1"], program.stderr
 
 
@@ -206,11 +199,9 @@ def test_a_job_under_torchrun_goes_on_after_a_rank_dies(how: str, times: int, tm
     flags = [*TINY, "--mock-data", "--batch-size", 2, "--zero-stage", 2, "--train-iters", 8, "--save-interval", 2]
     run_ranks(train_all, 2, [[*flags, "--save", tmp_path / "whole", "--metrics-file", tmp_path / "whole.jsonl"]])
     (tmp_path / "dies.py").write_text(DIES)
-    ended = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "--max-restarts", "2",
-         "--monitor-interval", "0.1", tmp_path / "dies.py", how, tmp_path / "mark", str(times),
-         *map(str, [*flags, "--save", tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"])],
-        cwd=ROOT, env=environment(), capture_output=True, text=True, timeout=240)
+    ended = python("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", 2, "--max-restarts", 2,
+                   "--monitor-interval", 0.1, tmp_path / "dies.py", how, tmp_path / "mark", times, *flags, "--save",
+                   tmp_path / "s", "--load", tmp_path / "s", "--metrics-file", tmp_path / "m")
     assert "given twice" not in ended.stderr and "started differently" not in ended.stderr, ended.stderr
     if times > 2:
         assert ended.returncode != 0 and max(step["iteration"] for step in records(tmp_path / "m")) == 4

@@ -8,6 +8,7 @@ import subprocess
 import sys
 from contextlib import suppress
 from pathlib import Path
+from subprocess import CompletedProcess
 
 import pytest
 
@@ -17,7 +18,7 @@ from megatron.distributed import exit_codes
 from megatron.distributed.process_group import Environment, init_process_group, read_environment
 from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError
 from mpu.split import ParallelError
-from tests.megatron.launch.processes import PATIENCE, begin
+from tests.megatron.launch.processes import PATIENCE, begin, python
 
 ROOT = Path(__file__).resolve().parents[3]
 
@@ -94,7 +95,7 @@ def test_a_failing_rank_leaves_without_destructors_and_says_all_it_has_to_say():
                "atexit.register(lambda: print('destructor'));"
                "os.environ.update(RANK='0', WORLD_SIZE='2'); print('flushed', end='');"
                "sys.exit(exit_codes.run(lambda: 6))")
-    result = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    result = python("-c", program)
     assert (result.returncode, result.stdout) == (6, "flushed")
 
 
@@ -113,10 +114,8 @@ half()
 """
 
 
-def uncaught(statement: str, *arguments: str, flags: tuple[str, ...] = (), **environ: str,
-             ) -> subprocess.CompletedProcess[str]:
-    return subprocess.run([sys.executable, *flags, "-c", UNCAUGHT.format(statement), *arguments], cwd=ROOT,
-                          env={**os.environ, **environ}, stdin=subprocess.DEVNULL, capture_output=True, text=True)
+def uncaught(statement: str, *arguments: str, flags: tuple[str, ...] = (), **environ: str) -> CompletedProcess[str]:
+    return python(*flags, "-c", UNCAUGHT.format(statement), *arguments, **environ)
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

@@ -9,14 +9,13 @@ import json
 import re
 import signal
 import subprocess
-import sys
 import time
 from pathlib import Path
 
 import pytest
 
 from megatron.launch import launcher as launch, supervisor
-from tests.megatron.launch.processes import LIMIT, ROOT, alive, environment, wait_until
+from tests.megatron.launch.processes import LIMIT, ROOT, alive, python, wait_until
 
 SHOW_ENVIRONMENT = """
 names = ("RANK LOCAL_RANK WORLD_SIZE LOCAL_WORLD_SIZE MASTER_ADDR MASTER_PORT OMP_NUM_THREADS GLOO_SOCKET_IFNAME "
@@ -165,8 +164,7 @@ import argparse
 def asked_at_import(folder: Path, name: str, *argv: object) -> subprocess.CompletedProcess[str]:
     (folder / "early").mkdir()
     (folder / "early" / "argparse.py").write_text(ASKED_AT_IMPORT.format(name=name))
-    variables = environment(PYTHONPATH=f"{folder / 'early'}:{ROOT}", TMPDIR=folder)
-    return subprocess.run([sys.executable, *map(str, argv)], env=variables, capture_output=True, text=True, cwd=ROOT)
+    return python(*argv, PYTHONPATH=f"{folder / 'early'}:{ROOT}", TMPDIR=folder)
 
 
 @pytest.mark.parametrize(("name", "how", "command", "when"), [
@@ -244,8 +242,7 @@ def test_a_module_runs_like_a_script_and_its_arguments_are_its_own(flags, ranks,
     (tmp_path / "package").mkdir()
     (tmp_path / "package" / "program.py").write_text(
         "import os, sys\nopen(f'ran{os.environ[\"RANK\"]}', 'w').write(repr((__name__, sys.argv[1:])))\n")
-    done = subprocess.run([sys.executable, "-m", "megatron.launch", *flags, "package.program", "-m", "--x_y", "--"],
-                          cwd=tmp_path, env=environment(), capture_output=True, text=True)
+    done = python("-m", "megatron.launch", *flags, "package.program", "-m", "--x_y", "--", cwd=tmp_path)
     assert (done.returncode, done.stderr) == (0, "")
     assert sorted(path.name for path in tmp_path.glob("ran*")) == [f"ran{rank}" for rank in range(ranks)]
     assert (tmp_path / "ran0").read_text() == repr(("__main__", ["-m", "--x_y", "--"]))

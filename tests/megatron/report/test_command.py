@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +14,8 @@ from data.storage import DataError
 from megatron.distributed import exit_codes
 from megatron.report.run_report import find_metrics_file, main
 from megatron.train.run_log import RunLog
-from tests.megatron.helpers import ROOT, TINY, steps, train
+from tests.megatron.helpers import TINY, steps, train
+from tests.megatron.launch.processes import python
 from tests.megatron.report.test_page import Parsed
 from tests.megatron.report.written import CONFIG, step, write
 
@@ -130,7 +129,6 @@ def test_the_command_imports_neither_torch_nor_numpy(tmp_path: Path) -> None:
     write(tmp_path / "m", CONFIG, step(1))
     program = ("import sys; from megatron.report.run_report import main; code = main(); "
                "print(code, {'torch', 'numpy'} & set(sys.modules))")
-    done = subprocess.run([sys.executable, "-c", program, "m"], cwd=tmp_path, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = python("-c", program, "m", cwd=tmp_path)
     assert done.stdout.splitlines()[-1] == "0 set()", done.stderr
     assert (tmp_path / "report.html").stat().st_size > 10_000

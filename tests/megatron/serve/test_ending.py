@@ -7,8 +7,6 @@ import os
 import queue
 import signal
 import socket
-import subprocess
-import sys
 import threading
 import time
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -31,7 +29,8 @@ from megatron.serve.cli import ServerLimits, bind_listener, main
 from megatron.serve.scheduler import RequestQueue, run_leader, run_worker
 from mpu import groups
 from tests.distributed import run_ranks
-from tests.megatron.helpers import ROOT, tiny_model
+from tests.megatron.helpers import tiny_model
+from tests.megatron.launch.processes import python
 from tests.megatron.serve.server import JSON, Server, served
 
 LONG = {"prompt": "x", "max_tokens": 1500, "temperature": 0}  # the likeliest never ends the document here
@@ -94,8 +93,7 @@ def test_without_its_libraries_it_says_what_to_install() -> None:
 def test_a_port_that_is_taken_is_one_error_before_the_model_is_loaded(tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
-        done = subprocess.run([sys.executable, "-m", "megatron.serve", "--load", tmp_path, "--port", str(port)],
-                              cwd=ROOT, capture_output=True, text=True, timeout=60)
+        done = python("-m", "megatron.serve", "--load", tmp_path, "--port", port)
     assert done.returncode == 2 and done.stdout == ""
     assert done.stderr == (f"error: cannot listen on 127.0.0.1, port {port}: Address already in use; choose another "
                            "with --host and --port (0: any that is free)\n")

@@ -7,7 +7,6 @@ from __future__ import annotations
 import gc
 import os
 import re
-import subprocess
 import sys
 import time
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from megatron.train.loop import Trainer, zero_lr_warning
 from megatron.train.processor import cpu_flags, has_native_products, precision_notes
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, steps, train
+from tests.megatron.launch.processes import python
 
 
 def test_garbage_is_looked_for_at_the_interval_and_at_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -186,8 +186,7 @@ def test_the_warning_goes_by_the_processors_own_list_and_of_an_unknown_one_nothi
 
 def test_the_scripts_ask_this_module_and_nobody_else() -> None:
     """So a script never starts a run that is then warned of its precision."""
-    done = subprocess.run([sys.executable, "-X", "importtime", "-m", "megatron.train.processor"], cwd=ROOT,
-                          capture_output=True, text=True, check=True)
+    done = python("-X", "importtime", "-m", "megatron.train.processor")
     assert done.stdout.split() == (["--bf16"] if has_native_products("bf16", cpu_flags()) else [])
     assert "torch" not in done.stderr, "they ask before every run"
     scripts = "".join(path.read_text() for path in (ROOT / "scripts").glob("*.sh"))
@@ -234,9 +233,7 @@ def number_from(program: str, setting: str = "") -> int:
     """What a program prints that was started with the tunables of the scripts."""
     shipped = re.search(r"glibc\.malloc\.\w+=\d+", (ROOT / "scripts" / "lib.sh").read_text())
     assert shipped
-    result = subprocess.run([sys.executable, "-c", program, setting], capture_output=True, text=True, check=True,
-                            env={**os.environ, "GLIBC_TUNABLES": shipped.group()}, cwd=ROOT)
-    return int(result.stdout)
+    return int(python("-c", program, setting, GLIBC_TUNABLES=shipped.group()).stdout)
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="only glibc can be told")

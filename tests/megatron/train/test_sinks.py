@@ -24,6 +24,7 @@ from megatron.metrics.sinks import TABLES, AppendOnlyFile
 from megatron.metrics.step_metrics import StepMetrics
 from megatron.train.run_log import RunLog
 from tests.megatron.helpers import ROOT, TINY, records, steps, train
+from tests.megatron.launch.processes import error_of, launched, python
 
 STEP = StepMetrics(1, 0.1 + 0.2, float("nan"), 0.5, 1.0, True, 4, "00", 1.0, 1.0, 1.0, None, 2**30)
 
@@ -145,8 +146,7 @@ sys.exit(exit_codes.run(lambda: tables(Path(sys.argv[1]), *range(1, 100)) or 0))
 
 
 def test_of_a_row_that_does_not_fit_nothing_stays(tmp_path: Path) -> None:
-    done = subprocess.run([sys.executable, "-c", FULL_DISK, tmp_path], cwd=ROOT, capture_output=True, text=True,
-                          env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = python("-c", FULL_DISK, tmp_path)
     assert done.returncode == 7 and "--csv-dir" in done.stderr and "start the same command again" in done.stderr
     written = (tmp_path / "steps.csv").read_bytes()
     commas = {line.count(b",") for line in written.splitlines()}
@@ -212,8 +212,7 @@ def test_without_the_package_a_run_ends_before_torch_is_imported(flags: list[str
                f"sys.argv[0] = {str(ROOT / 'pretrain_gpt2.py')!r}\n"
                "try: runpy.run_path(sys.argv[0], run_name='__main__')\n"
                "finally: print('torch' in sys.modules)")
-    done = subprocess.run([sys.executable, "-c", program, *TINY, "--mock-data", *flags], cwd=tmp_path,
-                          capture_output=True, text=True, env={**os.environ, "PYTHONPATH": str(ROOT)})
+    done = python("-c", program, *TINY, "--mock-data", *flags, cwd=tmp_path)
     assert (done.returncode, done.stdout) == (2, "False\n"), done.stderr
     name = "wandb.enabled" if flags[0] == "--deepspeed_config" else "--wandb-project"
     assert done.stderr.count("\n") == 1 and done.stderr.startswith(f"error: {name}"), done.stderr
@@ -286,9 +285,8 @@ def test_a_second_run_that_writes_into_the_file_is_told_and_goes_on(tmp_path: Pa
 
 def test_the_rank_that_reports_ends_the_job_with_one_line(tmp_path: Path) -> None:
     (tmp_path / "m").symlink_to("/dev/full")
-    ended = subprocess.run(
-        [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", "pretrain_gpt2.py", *TINY, "--mock-data",
-         "--train-iters", "100000", "--metrics-file", str(tmp_path / "m")], cwd=ROOT, capture_output=True, text=True,
-        timeout=120, env={**os.environ, "PYTHONPATH": str(ROOT)})
-    assert ended.returncode == 7 and ended.stderr.count("\n") == 1, ended.stderr
-    assert ended.stderr.startswith(f"error: --metrics-file {tmp_path / 'm'} cannot be written: No space left on device")
+    ended = launched(2, "pretrain_gpt2.py", *TINY, "--mock-data", "--train-iters", 100_000, "--metrics-file",
+                     tmp_path / "m")
+    assert ended.stderr.count("\n") == 1, ended.stderr
+    assert error_of(ended, 7).startswith(
+        f"error: --metrics-file {tmp_path / 'm'} cannot be written: No space left on device")
