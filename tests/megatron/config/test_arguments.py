@@ -116,8 +116,28 @@ BAD = [
     (["--checkpoint-key", "my.key"], "--checkpoint-key my.key is not a flag here: checkpoints are not signed any more: "
      "use the storage's own means (object lock, access rights)"),
     ("--quantize-training --train-iters 40".split(), "--quantize-offset 1000 is above --train-iters 40, so"),
-    ("--preset tiny --quantize-training --quantize-groups 3".split(),
-     "--quantize-groups 3 does not divide the rows of every matrix, 64 "),
+    *((f"--preset tiny --quantize-training {flags}".split(), told) for flags, told in (
+        ("--quantize-groups 3", "--quantize-groups 3 does not divide the rows of every matrix, 64 "),
+        ("--memory-centric-tiled-linear", "--quantize-training and --memory-centric-tiled-linear exclude each other"),
+        ("--quantize-target-bits 9 --quantize-start-bits 8",
+         "--quantize-target-bits 9 is above --quantize-start-bits 8"),
+        ("--quantize-start-bits 17", "--quantize-start-bits is 17: expected a number >= 1 and <= 16"),
+        ("--quantize-target-bits 0", "--quantize-target-bits is 0: expected a number >= 1 and <= 16"),
+        ("--quantize-period 0", "--quantize-period is 0"), ("--quantize-offset -1", "--quantize-offset is -1"),
+        ("--quantize-groups 0", "--quantize-groups is 0"),
+        ("--quantize-change-ratio 0", "--quantize-change-ratio is 0.0: expected a number > 0 and <= 1"),
+        ("--quantize-target-bits 2 --quantize-type asymmetric", "--quantize-type asymmetric needs"),
+        ("--quantize-target-bits 1 --quantize-rounding stochastic", "--quantize-rounding stochastic needs"))),
+    *((f"--preset tiny --progressive-layer-drop {flags}".split(), told) for flags, told in (
+        ("--pld-theta 0", "--pld-theta is 0.0: expected a number > 0 and <= 1"),
+        ("--pld-theta nan", "--pld-theta is nan"), ("--pld-theta 1.5", "--pld-theta is 1.5: expected"),
+        ("--pld-gamma -0.1", "--pld-gamma is -0.1: expected a number"),
+        ("--num-layers 1", "needs --num-layers of at least 2"),
+        ("--cuda-graphs", "--progressive-layer-drop and --cuda-graphs exclude each other"),
+        ("--no-ignore-unused-parameters", "--progressive-layer-drop needs --ignore-unused-parameters"))),
+    *((f"--preset tiny --flops-profiler-{flags}".split(), told) for flags, told in (
+        ("step 0", "--flops-profiler-step"), ("top-modules 0", "top-modules"), ("module-depth -2", "module-depth"),
+        ("output-file p.html", "p.html: a profile is JSON or text, no page; name a .json or .txt"))),
 ]
 
 

@@ -4,7 +4,6 @@ was resumed; evaluations are whole; what cannot be is one line. How often a bloc
 from __future__ import annotations
 
 import math
-import re
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -15,9 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from megatron import layer_drop
-from megatron.config.cli import parse_args
 from megatron.config.tree import build_config
-from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule, expected_blocks, keep_probability, kept, uniform_draw
 from megatron.model import GPT2
 from megatron.train.build import engine as build_engine, model as build_model
@@ -149,22 +146,7 @@ def test_stage_3_gathers_ahead_what_runs_next() -> None:
         assert found == [["root"]] * STEPS
 
 
-# ---- wrong settings --------------------------------------------------------------------------------------------------
-
-
-REFUSED = {
-    "--pld-theta 0": "--pld-theta is 0.0: expected a number > 0 and <= 1", "--pld-theta nan": "--pld-theta is nan",
-    "--pld-theta 1.5": "--pld-theta is 1.5: expected", "--pld-gamma -0.1": "--pld-gamma is -0.1: expected a number",
-    "--num-layers 1": "needs --num-layers of at least 2",
-    "--cuda-graphs": "--progressive-layer-drop and --cuda-graphs exclude each other",
-    "--no-ignore-unused-parameters": "--progressive-layer-drop needs --ignore-unused-parameters"}
-
-
-def test_a_wrong_setting_is_one_line_and_one_that_leaves_nothing_out_is_told() -> None:
-    for flags, says in REFUSED.items():
-        with pytest.raises(ConfigError, match=re.escape(says)) as caught:
-            parse_args(["--preset", "tiny", "--progressive-layer-drop", *flags.split()])
-        assert caught.value.code == 2 and "\n" not in str(caught.value)
+def test_a_setting_that_leaves_nothing_out_is_told() -> None:
     for flags in ("--pld-theta 1", "--pld-gamma 0"):
         said = train([*TINY, "--mock-data", "--train-iters", 1, "--progressive-layer-drop", *flags.split()])
         assert f"note: --progressive-layer-drop leaves no block out: {flags.replace(' ', ' is ')}" in said
