@@ -53,10 +53,6 @@ class Screen(io.StringIO):
         return True
 
 
-def error_line(text: str) -> None:
-    exit_codes.write_error(f"--tag {text}: no such tag")
-
-
 def data_error(text: str) -> None:
     def fail() -> NoReturn:
         raise DataError(f"{text}: cannot read")
@@ -75,14 +71,6 @@ def console_line(text: str) -> None:
 def checkpoint_list(text: str) -> str:
     found: Any = SimpleNamespace(tag=text, iteration=1, layout={"dp": text}, nbytes=1, history=())
     return f"{checkpoint._tag_text(found, {}, None)}\n"
-
-
-def webtext_stage(text: str) -> str:
-    return f"{report.summary_line(StageRecord({'stage': 'read'}, DocumentCounts(), (), (f'{text}: left out',)))}\n"
-
-
-def webtext_table(text: str) -> str:
-    return report.text_table([], [{"name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1]
 
 
 def session(text: str) -> str:
@@ -108,10 +96,14 @@ def answered(out: io.StringIO, text: str, jsonl: bool) -> str:
 
 
 PLACES: dict[str, Callable[[str], str | None]] = {
-    "errors": error_line, "errors of data": data_error, "the console": console_line, "checkpoint list": checkpoint_list,
+    "errors": lambda text: exit_codes.write_error(f"--tag {text}: no such tag"), "errors of data": data_error,
+    "the console": console_line, "checkpoint list": checkpoint_list,
     "warnings of checkpoints": lambda text: print_to_stderr(f"warning: {text} is damaged"),
-    "files left out": lambda text: f"{InputFiles(unknown=[text]).left_out}\n", "a webtext stage": webtext_stage,
-    "the webtext table": webtext_table,
+    "files left out": lambda text: f"{InputFiles(unknown=[text]).left_out}\n",
+    "a webtext stage": lambda text: report.summary_line(StageRecord(
+        {"stage": "read"}, DocumentCounts(), (), (f"{text}: left out",))) + "\n",
+    "the webtext table": lambda text: report.text_table([], [{
+        "name": text, "documents": 1, "tokens": 1, "tokenizer": "x"}]).split("\n", 1)[1],
     "the server": lambda text: serve._log_to_stderr(f"127.0.0.1 GET {text} 404"), "a session": session,
     "answers": lambda text: answered(Screen(), text, jsonl=False),
     "answers as JSON": lambda text: answered(Screen(), text, jsonl=True)}

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from data import gpt2_dataset
-from data.gpt2_dataset import BlendedDataset, EpochCache, GPT2Dataset, count_samples, sample_starts
+from data.gpt2_dataset import BlendedDataset, GPT2Dataset, count_samples, sample_starts
 from data.indexed import IndexedCorpus
 from data.sampling import MAX_BLEND_PERIOD, Blend, epoch_permutation, integer_weights, parse_split, split_documents
 from data.storage import DataError
@@ -31,12 +31,6 @@ def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
     return IndexedCorpus(prefix)
 
 
-def naive_starts(sizes: list[int], order: list[int], seq_length: int) -> list[list[int]]:
-    """Walk over every token of the joined documents."""
-    places = [[position, offset] for position, document in enumerate(order) for offset in range(sizes[document])]
-    return places[:-1:seq_length][:count_samples(len(places), seq_length)]
-
-
 def test_starts_equal_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     draw = random.Random(1)
     for case in range(450):
@@ -45,7 +39,8 @@ def test_starts_equal_a_walk_over_all_tokens(monkeypatch: pytest.MonkeyPatch) ->
         order = draw.sample(range(len(sizes)), draw.randint(1, len(sizes)))
         seq_length = draw.randint(1, 9)
         starts = sample_starts(np.array(sizes, np.int32), np.array(order), seq_length)
-        assert starts.tolist() == naive_starts(sizes, order, seq_length)
+        places = [[position, offset] for position, document in enumerate(order) for offset in range(sizes[document])]
+        assert starts.tolist() == places[:-1:seq_length][:count_samples(len(places), seq_length)]
 
 
 SIZES = [5, 0, 17, 1, 0, 8, 3, 29, 0, 2, 11]
@@ -119,12 +114,6 @@ def test_fingerprints_differ_where_samples_do(tmp_path: Path) -> None:
     changed = [GPT2Dataset(other, range(11), 4, 1, "t"), GPT2Dataset(corpus, range(10), 4, 1, "t"),
                GPT2Dataset(corpus, range(11), 5, 1, "t"), GPT2Dataset(corpus, range(11), 4, 2, "t")]
     assert len({dataset.fingerprint, *(one.fingerprint for one in changed)}) == 5
-
-
-def stored(folder: Path, sizes: list[int], seq_length: int) -> EpochCache:
-    """As `GPT2Dataset` makes it."""
-    samples = count_samples(sum(sizes), seq_length)
-    return EpochCache(np.array(sizes), np.arange(len(sizes)), seq_length, 1, samples, str(folder))
 
 
 def served(prefix: str, folder: str | None, count: int, start: Any = None) -> list[list[int]]:

@@ -112,11 +112,6 @@ def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Pa
     assert sorted(os.listdir(tmp_path)) == ["bad.bin", "good.bin"]
 
 
-def warned(files: list[Path], tmp_path: Path) -> list[str]:
-    import_tokens(files, tmp_path / "out" / "c", BYTE)
-    return order_warnings(files, BYTE.eod)
-
-
 def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> None:
     shards = {k: llmc(tmp_path / f"train_{k}.bin", [EOD, k]) for k in (1, 2, 10)}
     none = nanogpt(tmp_path / "n.bin", [1, 2, EOD])
@@ -129,7 +124,8 @@ def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> N
             ([shards[1], none], f"{shards[1]}: has a header of llm.c, and {none} has none"),
             ([none, llmc(tmp_path / "i.bin", [3])], f"{none}: has no header, and {tmp_path}/i.bin has "),
             ([none, begins], f"{none}: ends with the end-of-document id, and {begins} begins with it")):
-        lines = warned(files, tmp_path)
+        import_tokens(files, tmp_path / "out" / "c", BYTE)
+        lines = order_warnings(files, BYTE.eod)
         assert len(lines) == bool(said) and "".join(lines).startswith(said)
 
 

@@ -18,9 +18,8 @@ from data.storage import DataError
 from data.webtext import dedup, minhash
 from data.webtext.dedup import RowSorter, iterate_rows, pairs_with_equal_keys, run_dedup, write_signatures
 from data.webtext.documents import Document, DocumentCounts, parse_shard_line
-from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, Rows,
-                                  hash_words, jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes,
-                                  word_hashes)
+from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, HashArray, hash_words,
+                                  jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes, word_hashes)
 from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
@@ -212,17 +211,14 @@ def slow_words(text: str) -> list[tuple[str, int, int]]:
     return found
 
 
-def random_text(rng: random.Random, length: int) -> str:
-    return "".join(rng.choice("aAbé ’.\n日本9\u0301\U0001f600") for _ in range(length))
-
-
 @pytest.mark.parametrize("piece", [minhash.BLOCK_CHARACTERS, 64])
 def test_words_are_those_found_character_by_character(piece: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(minhash, "BLOCK_CHARACTERS", piece)
     minhash._powers.cache_clear()
     rng = random.Random(0)
     numbers: dict[str, int] = {}
-    for text in [*AWKWARD, *(random_text(rng, rng.randint(0, 300)) for _ in range(300))]:
+    for text in [*AWKWARD, *("".join(rng.choices("aAbé ’.\n日本9\u0301\U0001f600", k=rng.randint(0, 300)))
+                             for _ in range(300))]:
         expected, found = slow_words(text), hash_words(text)
         assert (word_hashes(text) == found.hashes).all()
         assert list(zip(found.starts.tolist(), found.stops.tolist())) == [(a, b) for _, a, b in expected], repr(text)
@@ -273,9 +269,6 @@ def test_a_signature_depends_on_the_set_of_shingles_alone() -> None:
 
 # ----------------------------------------------------------------------------------------------- sorting outside memory
 
-def random_rows(rng: np.random.Generator, count: int, width: int, high: int) -> Rows:
-    return rng.integers(0, high, (count, width), dtype=np.uint64, endpoint=True)
-
 
 @pytest.mark.parametrize(("memory", "high"), [
     (1, (1 << 64) - 1), (2000, 3), (2000, (1 << 64) - 1), (20_000, 0), (1 << 20, 3)])  # 0: all are equal, 3: most
@@ -285,7 +278,7 @@ def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: P
         for count in (0, 1, 700):
             sorter, parts = RowSorter(tmp_path, width, memory), []
             for size in (count // 3, 0, count - count // 3):
-                parts.append(random_rows(rng, size, width, high))
+                parts.append(rng.integers(0, high, (size, width), dtype=np.uint64, endpoint=True))
                 sorter.add(parts[-1])
             expected = sorted(map(tuple, np.concatenate(parts).tolist()))
             assert [tuple(row) for row in iterate_rows(sorter.sorted())] == expected

@@ -30,7 +30,6 @@ from megatron.serve.cli import build_parser as serve
 from megatron.tune.cli import parse as tune
 from tests.megatron.launch.processes import error_of, python
 
-ROOT = Path(__file__).parents[3]
 
 PROMISED = """
 --num-layers --hidden-size --num-attention-heads --max-position-embeddings --seq-length --vocab-size

@@ -21,7 +21,6 @@ from megatron.config.tree import SECTIONS, Config, OptimConfig
 from megatron.errors import ConfigError
 from tests.megatron.launch.processes import launched
 
-ROOT = Path(__file__).resolve().parents[3]
 ON_HOST = {"offload_optimizer": {"device": "cpu"}}
 ONE_BIT = {"type": "OneBitAdam", "params": {"freeze_step": 400}}
 BATCHES = {"train_batch_size": 16, "gradient_accumulation_steps": 3}

@@ -101,8 +101,7 @@ TABLES = {"csv_monitor": {"enabled": True, "output_path": "out", "job_name": "jo
 WANDB = {"wandb": {"enabled": True, "project": "gpt"}}
 ZERO, PARAM, HOME, KEEP = ("zero_optimization.", "zero_optimization.offload_param.",
                            "zero_optimization.offload_optimizer.", "activation_checkpointing.")
-DROP, FLOPS, TUNING = "progressive_layer_drop.", "flops_profiler.", "autotuning."
-BITS, SHARED = "quantize_training.", "compression_training.weight_quantization.shared_parameters."
+DROP, TUNING, BITS = "progressive_layer_drop.", "autotuning.", "quantize_training."
 GROUPS = "compression_training.weight_quantization.different_groups"
 QUANTISED = {"quantize_training": {"enabled": True}}
 

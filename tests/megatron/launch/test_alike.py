@@ -177,11 +177,6 @@ runpy.run_path(r"{ROOT}/pretrain_gpt2.py", run_name="__main__")
 """The last argument is for rank 1 alone."""
 
 
-def by_hand(command: Sequence[str], port: int) -> list[list[str]]:
-    return [["env", f"RANK={rank}", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}", *command]
-            for rank in range(2)]
-
-
 STARTERS: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
     "launcher": lambda command, port: [
         [sys.executable, "-m", "megatron.launch", "--nproc-per-node", "2", *command[1:]]],
@@ -190,7 +185,8 @@ STARTERS: dict[str, Callable[[Sequence[str], int], list[list[str]]]] = {
     "slurm": lambda command, port: [["env", f"SLURM_PROCID={rank}", "SLURM_NTASKS=2", f"SLURM_LOCALID={rank}",
                                      "SLURM_NTASKS_PER_NODE=2", "MASTER_ADDR=127.0.0.1", f"MASTER_PORT={port}",
                                      *command] for rank in range(2)],
-    "by hand": by_hand}
+    "by hand": lambda command, port: [["env", f"RANK={rank}", "WORLD_SIZE=2", "MASTER_ADDR=127.0.0.1",
+                                       f"MASTER_PORT={port}", *command] for rank in range(2)]}
 
 
 def test_a_rank_by_hand_that_does_not_find_rank_0_says_so(port: int) -> None:

@@ -8,9 +8,7 @@ from __future__ import annotations
 import json
 import re
 import signal
-import subprocess
 import time
-from pathlib import Path
 
 import pytest
 
@@ -161,18 +159,14 @@ import argparse
 """In the place of a module that is imported early."""
 
 
-def asked_at_import(folder: Path, name: str, *argv: object) -> subprocess.CompletedProcess[str]:
-    (folder / "early").mkdir()
-    (folder / "early" / "argparse.py").write_text(ASKED_AT_IMPORT.format(name=name))
-    return python(*argv, PYTHONPATH=f"{folder / 'early'}:{ROOT}", TMPDIR=folder)
-
-
 @pytest.mark.parametrize(("name", "how", "command", "when"), [
     ("SIGHUP", " by SIGHUP", ["-m", "megatron.launch", "--nproc-per-node", 2, "pretrain_gpt2.py"],
      "a rank was started;"),
     ("SIGINT", "", ["pretrain_gpt2.py", "--help"], "the first step, so that nothing was lost:")])
 def test_a_request_to_stop_while_a_program_is_imported_ends_it_with_a_line(name, how, command, when, tmp_path):
-    result = asked_at_import(tmp_path, name, *command)
+    (tmp_path / "early").mkdir()
+    (tmp_path / "early" / "argparse.py").write_text(ASKED_AT_IMPORT.format(name=name))
+    result = python(*command, PYTHONPATH=f"{tmp_path / 'early'}:{ROOT}", TMPDIR=tmp_path)
     assert result.returncode == 130
     assert result.stderr == f"error: interrupted{how} before {when} start the same command again\n"
 

@@ -98,14 +98,9 @@ def test_nodes_that_were_started_differently_are_refused(tmp_path: Path, port: i
         assert f"{options[0]} {options[1]}" in errors[0] and f"on node 1 ({HOST})" in errors[0]
 
 
-def _connected() -> tuple[socket.socket, socket.socket]:
-    with socket.create_server(("127.0.0.1", 0)) as listener:
-        ours = socket.create_connection(listener.getsockname())
-        return ours, listener.accept()[0]
-
-
 def test_a_connection_over_a_silent_network_ends_after_20_seconds() -> None:
-    ours, theirs = _connected()
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours, (theirs, _) = socket.create_connection(listener.getsockname()), listener.accept()
     with closing(JsonConnection(ours)), closing(theirs):
         assert ours.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE) == 1
         assert ours.getsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT) == 20_000

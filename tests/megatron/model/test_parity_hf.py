@@ -9,7 +9,6 @@ import torch
 import torch.nn.functional as F
 
 from megatron.checkpoint.convert.importers import HUGGING_FACE
-from megatron.config.tree import ModelConfig
 from megatron.model import GPT2
 from mpu.groups import build
 from tests.megatron.helpers import engine_of, tiny_model
@@ -22,14 +21,11 @@ VOCAB, LAYERS, HIDDEN, HEADS, LENGTH = 211, 3, 48, 4, 24
 """211 is not a multiple of 128: the padded vocabulary has 256 rows at tp 1 and at tp 2."""
 
 
-def our_config() -> ModelConfig:
-    return tiny_model(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, max_position_embeddings=LENGTH,
-                      vocab_size=VOCAB)
-
-
 def our_model() -> GPT2:
     """With weights as large as those of a trained model: at N(0, 0.02) all after the embeddings hardly matters."""
-    model, generator = GPT2(our_config()), torch.Generator().manual_seed(11)
+    model = GPT2(tiny_model(num_layers=LAYERS, hidden_size=HIDDEN, num_attention_heads=HEADS, vocab_size=VOCAB,
+                            max_position_embeddings=LENGTH))
+    generator = torch.Generator().manual_seed(11)
     with torch.no_grad():
         for parameter in model.parameters():
             parameter += torch.randn(parameter.shape, generator=generator) * 0.05
@@ -65,10 +61,6 @@ def rows(count: int, seed: int) -> torch.Tensor:
     return (start + (1 + stride % 5) * torch.arange(LENGTH + 1)) % VOCAB
 
 
-def hf_loss(twin: torch.nn.Module, batch: torch.Tensor) -> torch.Tensor:
-    return F.cross_entropy(twin(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
-
-
 def test_logits_at_every_position_equal_hf() -> None:
     model = our_model()
     twin, tokens = hf_twin(model), rows(4, seed=1)[:, :-1]
@@ -84,7 +76,8 @@ def test_loss_and_every_gradient_equal_hf() -> None:
     model = our_model()
     twin, batch = hf_twin(model), rows(4, seed=2)
     engine = engine_of(model, build(), accumulation=1)
-    ours, theirs = engine(batch[:, :-1], batch[:, 1:], grad_scale=engine.backward_scale), hf_loss(twin, batch)
+    ours = engine(batch[:, :-1], batch[:, 1:], grad_scale=engine.backward_scale)
+    theirs = F.cross_entropy(twin(batch[:, :-1]).logits.flatten(0, 1), batch[:, 1:].flatten())
     assert ours.item() == pytest.approx(theirs.item(), abs=1e-6)
     engine.backward(ours)
     theirs.backward()

@@ -303,11 +303,6 @@ BIG = ["--preset", "10B", "--bf16", "--batch-size", "10", "--checkpoint-activati
 ON_HOST = ["--zero-stage", "2", "--offload-optimizer-device", "cpu"]
 
 
-def on_drive(folder: str) -> list[str]:
-    return ["--zero-stage", "3", "--offload-optimizer-device", "nvme", "--offload-optimizer-nvme-path", folder,
-            "--offload-param-device", "nvme", "--offload-param-nvme-path", folder]
-
-
 def lines(*argv: str, cards: tuple[int, ...] = (32,), per_node: int = 1) -> list[str]:
     usable = {str(card): card * 2**30 * USABLE_FRACTION for card in cards}
     return list(describe_requirements(planned(*argv), TargetMachine(usable, per_node)))
@@ -352,7 +347,7 @@ def test_wrong_flags_are_refused_as_in_training(monkeypatch: pytest.MonkeyPatch)
 
 def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, large_machine: None) -> None:
     folder = str(tmp_path / "not made yet")
-    argv = [*BIG, *on_drive(folder)]
+    argv = [*BIG, "--zero-stage", "3", *(folder if word == "/n" else word for word in ON_DRIVE)]
     assert [line for line in lines(*argv) if line.startswith("problem")] == [
         f"problem: --offload-optimizer-nvme-path and --offload-param-nvme-path {folder}: there is no such folder on "
         "this machine; the run needs it"]

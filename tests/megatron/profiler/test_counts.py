@@ -199,17 +199,13 @@ def profiled(tp: int, stage: int) -> ModelProfile:
     return build_profile(recording)
 
 
-def alone() -> ModelProfile:
-    model = gpt2(vocab_size=256)
-    return recorded(model, tokens(model), tokens(model))
-
-
 def at_every_layout(rank: int, world: int) -> list[ModelProfile]:
     return [profiled(1, 0), profiled(1, 2), profiled(1, 3), profiled(2, 0)]
 
 
 def test_the_stages_have_the_same_table_and_tensor_parallel_ranks_their_share_of_it() -> None:
-    whole = alone()
+    model = gpt2(vocab_size=256)
+    whole = recorded(model, tokens(model), tokens(model))
     for *stages, found in run_ranks(at_every_layout, 2):
         assert [table(stage) for stage in stages] == 3 * [table(whole)]
         assert [line[:2] for line in table(found)] == [line[:2] for line in table(whole)]

@@ -151,10 +151,6 @@ def test_a_folder_or_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(
 # ---- which kind of work each moment of a trace belongs to ---------------------------------------------------------
 
 
-def moments(stretches: list[Interval], moment: int) -> bool:
-    return any(start <= moment < stop for start, stop, _ in stretches)
-
-
 def test_each_moment_belongs_to_the_first_kind_that_has_it() -> None:
     draw = random.Random(1)
     for _ in range(20):
@@ -162,7 +158,8 @@ def test_each_moment_belongs_to_the_first_kind_that_has_it() -> None:
                         for start in draw.choices(range(-5, 95), k=draw.randrange(9))] for name in "abcd"}
         wanted = dict.fromkeys([*kinds, ""], 0)
         for moment in range(80):
-            wanted[next((name for name, its in kinds.items() if moments(its, moment)), "")] += 1
+            wanted[next((name for name, its in kinds.items()
+                         if any(start <= moment < stop for start, stop, _ in its)), "")] += 1
         assert time_by_kind(kinds, (0, 80)) == wanted
 
 
