@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 from collections.abc import Callable
 from itertools import combinations, product
-from pathlib import Path
 
 import pytest
 import torch
@@ -50,8 +49,7 @@ def test_the_culprit_is_named_and_not_its_victims(how: str, text: str) -> None:
 
 @pytest.mark.parametrize("wanted", [{0, 1}])
 @on_ranks(2)
-def test_a_body_runs_on_every_rank_with_fixtures_and_parameters(rank: int, world: int, tmp_path: Path,
-                                                                wanted: set[int]) -> None:
+def test_a_body_runs_on_every_rank_with_fixtures_and_parameters(rank, world, tmp_path, wanted):
     (tmp_path / str(rank)).touch()
     dist.barrier()
     assert {int(file.name) for file in tmp_path.iterdir()} == wanted

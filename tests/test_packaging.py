@@ -142,8 +142,7 @@ MODULES = [
     ("generate", "python -m megatron.generate")]
 
 
-def test_a_usage_names_the_command_as_it_was_typed(monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_usage_names_the_command_as_it_was_typed(monkeypatch, capsys):
     for command, typed, expected in [
             case for command, module in MODULES for case in ((command, f"/usr/bin/gpt2-{command}", f"gpt2-{command}"),
                                                              (command, "/home/a/program.py", module))]:

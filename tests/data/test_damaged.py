@@ -322,8 +322,7 @@ def patience(number: int) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("count", [120, pytest.param(4000, marks=pytest.mark.slow)])
-def test_mutated_inputs_end_in_their_documents_or_a_fault_that_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                       count: int) -> None:
+def test_mutated_inputs_end_in_their_documents_or_a_fault_that_is_told(tmp_path, monkeypatch, count):
     """The readers are held against slow, obvious ones on the same damaged bytes, with chunks of every size: never a
     traceback, never a hang, never a document that is lost, doubled or changed without a word. Each input follows from
     its number: `MUTATION_SEED=7000 bash scripts/test_slow.sh tests/data/test_damaged.py` tries others."""

@@ -47,8 +47,7 @@ SIZES = [5, 0, 17, 1, 0, 8, 3, 29, 0, 2, 11]
 
 
 @pytest.mark.parametrize(("documents", "seq_length"), [(range(11), 1), (range(2, 8), 4), ([10, 2, 5], 7)])
-def test_samples_equal_the_joined_documents_cut_in_pieces(tmp_path: Path, documents: list[int] | range,
-                                                          seq_length: int) -> None:
+def test_samples_equal_the_joined_documents_cut_in_pieces(tmp_path, documents, seq_length):
     corpus = corpus_of(tmp_path / "c", SIZES)
     dataset = GPT2Dataset(corpus, documents, seq_length, seed=3, name="train")
     n, expected = dataset.samples_per_epoch, []
@@ -62,8 +61,7 @@ def test_samples_equal_the_joined_documents_cut_in_pieces(tmp_path: Path, docume
         assert dataset[index].dtype == np.int64 and dataset[index].tolist() == expected[index]
 
 
-def test_few_epochs_stay_in_memory_and_one_that_was_left_behind_goes(tmp_path: Path,
-                                                                     monkeypatch: pytest.MonkeyPatch) -> None:
+def test_few_epochs_stay_in_memory_and_one_that_was_left_behind_goes(tmp_path, monkeypatch):
     dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
     n = dataset.samples_per_epoch
     for i in range(20 * n):

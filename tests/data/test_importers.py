@@ -42,8 +42,7 @@ def plainly_cut(tokens: list[int]) -> list[list[int]]:
     return documents if documents[-1] else documents[:-1]
 
 
-def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_path: Path,
-                                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_path, monkeypatch):
     """llm.c ends a shard where it is full, also inside of a document."""
     draw = np.random.default_rng(1)
     for i in range(90):
@@ -101,8 +100,7 @@ def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
     import_tokens([path, near], tmp_path / "c", BYTE)
 
 
-def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path: Path,
-                                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path, monkeypatch):
     monkeypatch.setattr(importers, "BLOCK_ENTRIES", 3)
     good = llmc(tmp_path / "good.bin", [EOD, 1, 2])
     bad = llmc(tmp_path / "bad.bin", [3, 4, 5, 6, 300, 301])

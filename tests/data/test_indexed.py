@@ -174,8 +174,7 @@ def test_corpora_of_equal_lengths_have_fingerprints_of_their_own(tmp_path: Path,
 
 # ------------------------------------------------------------------------------------------------------------ merging
 
-def test_merging_equals_writing_everything_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_merging_equals_writing_everything_at_once(tmp_path, monkeypatch, capsys):
     for module in (indexed, writing):
         monkeypatch.setattr(module, "BLOCK_ENTRIES", 2)  # documents lie across blocks
     parts = [DOCUMENTS, [[7], [8, 9]], [[0]], [[], [3, 1, 4, 1, 5]]]

@@ -153,8 +153,7 @@ def put(path: Path, content: bytes) -> Path:
 
 @pytest.mark.parametrize("kind, long, before", pairs(
     ("jsonl", "jsonl.gz", "pipe"), (LIMIT, LIMIT + 1, 1600, 1601, 100_000), (0, 34, 35), each=2))
-def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             kind: str, long: int, before: int) -> None:
+def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path, monkeypatch, kind, long, before):
     """34 lines fill a chunk nearly, 35 more than that."""
     monkeypatch.setattr(text_files.read_line_chunks, "__defaults__", (600,))
     monkeypatch.setattr(text_files, "SKIP_BYTES", 64)
@@ -290,8 +289,7 @@ def split(folder: Path, content: list[bytes], name: str = "p", shares: tuple[Fra
             if (path := folder / f"{name}.{part}.jsonl").exists()}
 
 
-def test_every_line_is_in_one_part_unchanged_and_in_order_and_shares_are_met_as_drawing_lots_would(tmp_path: Path
-                                                                                                   ) -> None:
+def test_every_line_is_in_one_part_unchanged_and_in_order_and_shares_are_met_as_drawing_lots_would(tmp_path):
     content = lines(20_000)
     parts = split(tmp_path, content)
     place = {line: i for i, line in enumerate(content)}
@@ -330,8 +328,7 @@ def test_odd_ends_of_lines_are_kept_and_blank_lines_are_not(tmp_path: Path) -> N
     assert b"".join(parts["train"]) == b'{"text": "a"}\r\n {"text":"\xc3\xa9"} \n{"text": "last"}\n'
 
 
-def test_the_command_reads_folders_and_names_what_is_malformed(tmp_path: Path,
-                                                               capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_reads_folders_and_names_what_is_malformed(tmp_path, capsys):
     folder, prefix = tmp_path / "in", str(tmp_path / "out" / "p")
     folder.mkdir()
     (folder / "b.jsonl").write_bytes(b'{"text": "a"}\n[]\n')

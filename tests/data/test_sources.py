@@ -62,8 +62,7 @@ def test_sources_are_names_or_weighted_names() -> None:
 
 
 @pytest.mark.parametrize("there", ["2024.idx", "2023.bin"])
-def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(
-        there: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(there, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     words = ["2024", "a", "2023", "b"] if there == "2024.idx" else ["2023", "2024"]
     weighted = parse_sources(words, "--train-data")
@@ -98,8 +97,7 @@ def test_every_name_is_looked_at_before_the_first_is_made_into_a_corpus(tmp_path
     assert os.listdir(tmp_path) == ["a.txt"]
 
 
-def test_a_corpus_that_has_a_name_is_refused_with_the_command_that_makes_it(
-        folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_corpus_that_has_a_name_is_refused_with_the_command_that_makes_it(folder, monkeypatch):
     assert default_corpus.DEFAULT_FOLDER == ROOT / ".cache" / "default-corpus"  # of an installation: test_packaging.py
     monkeypatch.setattr(sources, "DEFAULT_FOLDER", folder / "none")
     monkeypatch.delenv("WEBTEXT_PREFIX", raising=False)
@@ -298,8 +296,7 @@ def contents(path: str, folder: Path) -> list[str]:
     return sources.content_keys([path], folder)[0]
 
 
-def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(
-        tmp_path: Path, read: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(tmp_path, read, monkeypatch):
     path = settled(tmp_path / "a.jsonl", "one")
     assert contents(path, tmp_path) == contents(path, tmp_path) and len(read) == 2, "it changed just now"
     assert not (tmp_path / CHECKSUMS_FILE).exists()

@@ -74,8 +74,7 @@ def test_a_link_stays_one_and_a_pipe_gets_what_is_written(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("call, number", [("fsync", errno.EIO), ("fsync", errno.EDQUOT), ("replace", errno.EROFS)])
-def test_a_cache_that_cannot_be_written_is_named_with_its_flag(call: str, number: int, tmp_path: Path,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cache_that_cannot_be_written_is_named_with_its_flag(call, number, tmp_path, monkeypatch):
     source, cache = tmp_path / "text.jsonl", tmp_path / "cache"
     source.write_text('{"text": "some words of a text"}\n' * 9)
 
@@ -133,8 +132,7 @@ COMMANDS: dict[str, tuple[Callable[[list[str]], object], list[str], str, str]] =
 
 
 @pytest.mark.parametrize("main, argv, output, source", COMMANDS.values(), ids=COMMANDS)
-def test_a_command_that_would_write_over_its_input_is_refused(
-        here: Path, main: Callable[[list[str]], object], argv: list[str], output: str, source: str) -> None:
+def test_a_command_that_would_write_over_its_input_is_refused(here, main, argv, output, source):
     for name in ("report.txt", "c_valid.json"):
         Path(name).write_text(LINES)
     before = contents(here)

@@ -7,7 +7,6 @@ import json
 import os
 import random
 import threading
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -79,8 +78,7 @@ def sentencepiece(folder: Path) -> SentencePieceTokenizer:
 @pytest.mark.parametrize("make, separator", [
     (sentencepiece, None), (lambda _: GPT2BPETokenizer(), "<|eot|>"), (sentencepiece, "blank-line"),
     (lambda _: BYTE, r"\n")], ids=["whole", "marked", "blank-line", "lines"])
-def test_where_a_file_is_cut_does_not_show(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                           make: Callable[[Path], Tokenizer], separator: str | None) -> None:
+def test_where_a_file_is_cut_does_not_show(tmp_path, monkeypatch, make, separator):
     tokenizer, rng = make(tmp_path), random.Random(7)
     assert tokenizer.safe_split_characters
     path = tmp_path / "a.txt"
@@ -125,8 +123,7 @@ def test_workers_and_compression_do_not_show(tmp_path: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("workers", [1, 2])
-def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, workers: int) -> None:
+def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(tmp_path, monkeypatch, workers):
     path = tmp_path / "a.txt"
     path.write_bytes(b"good words\n" * 20 + b"caf\xe9 au lait\n" + b"more words\n" * 20)
     (tmp_path / "b.txt").write_bytes(b"fine")

@@ -317,8 +317,7 @@ def test_engines_agree_on_awkward_texts(tiktoken: TiktokenEngine, gigatoken: Gig
 
 
 @fast
-def test_engines_agree_on_the_characters_of_every_block_of_unicode(tiktoken: TiktokenEngine,
-                                                                   gigatoken: GigatokenEngine) -> None:
+def test_engines_agree_on_the_characters_of_every_block_of_unicode(tiktoken, gigatoken):
     some = {*range(0, 0x3000), *range(0x3000, 0x110000, 61), *lately_assigned()}
     edges = {edge + by for first, last in UNICODE_17_LETTERS for edge in (first, last) for by in range(-3, 4)}
     assert_equal_ranks(gigatoken, tiktoken, beside_others(sorted(some | edges)))
@@ -334,8 +333,7 @@ def test_common_scripts_are_left_to_gigatoken(gigatoken: GigatokenEngine, monkey
         gigatoken.encode_to_ranks("Telugu \u0c5c")
 
 
-def test_gigatoken_runs_only_the_spelling_it_was_proven_for(spelling: list[bytes], tmp_path: Path,
-                                                            monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gigatoken_runs_only_the_spelling_it_was_proven_for(spelling, tmp_path, monkeypatch):
     def kind_for(merges: str) -> type[TiktokenEngine]:
         (tmp_path / "merges.txt").write_text(merges)
         return type(GPT2BPETokenizer(merge_file=str(tmp_path / "merges.txt"))._engine)

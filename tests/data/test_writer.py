@@ -13,7 +13,6 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Callable
 from multiprocessing.synchronize import Barrier
 from pathlib import Path
 from typing import Any
@@ -148,8 +147,7 @@ def test_a_lock_that_was_given_back_meanwhile_is_not_taken_for_held(tmp_path: Pa
     assert os.listdir(tmp_path) == []
 
 
-def test_where_there_are_no_locks_writers_use_names_of_their_own_and_a_mixture_is_refused(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_where_there_are_no_locks_writers_use_names_of_their_own_and_a_mixture_is_refused(tmp_path, capsys):
     with patch.object(fcntl, "flock", side_effect=OSError(38, "Function not implemented")):
         with CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as first:
             first.add_documents([1] * 1000, SHAPES[1])
@@ -215,8 +213,7 @@ def test_what_a_killed_writer_left_is_removed_and_told(tmp_path: Path, capsys: p
 
 @pytest.mark.parametrize("damage", [None, "cut", "changed", "no file", "no mark", "strange mark", "strange state",
                                     "other key"])
-def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path: Path, damage: str | None,
-                                                                capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_mark_is_gone_on_from_if_both_files_hold_what_it_says(tmp_path, damage, capsys):
     with pytest.raises(KeyboardInterrupt), CorpusWriter(tmp_path / "c", vocab_size=10, key="k") as writer:
         writer.add_documents([1] * 600, SHAPES[1][:2])
         writer.save_resume_point({"at": 2})
@@ -276,8 +273,7 @@ def the_index_twice(folder: Path) -> Path:
 
 @pytest.mark.parametrize("is_second", [False, True], ids=["the link is first", "the link is second"])
 @pytest.mark.parametrize("link", [the_folder, the_index_twice])
-def test_a_second_writer_is_refused_by_any_name_and_harms_nothing(
-        tmp_path: Path, link: Callable[[Path], Path], is_second: bool) -> None:
+def test_a_second_writer_is_refused_by_any_name_and_harms_nothing(tmp_path, link, is_second):
     names = [link(tmp_path), tmp_path / "real"][::-1 if is_second else 1]
     with CorpusWriter(names[0], vocab_size=10) as first:
         first.add_documents([1] * 500, [500])
@@ -316,8 +312,7 @@ def chunks_marked(prefix: Path) -> int:
 
 @pytest.mark.parametrize(("workers", "kills"), [
     (1, 5), pytest.param(1, 20, marks=pytest.mark.slow), pytest.param(2, 10, marks=pytest.mark.slow)])
-def test_a_run_killed_at_random_moments_makes_the_files_of_one_that_was_not(
-        tmp_path: Path, texts: list[Path], workers: int, kills: int) -> None:
+def test_a_run_killed_at_random_moments_makes_the_files_of_one_that_was_not(tmp_path, texts, workers, kills):
     build_corpus(texts, tmp_path / "whole", BYTE)
     draw, prefix, furthest = random.Random(workers), tmp_path / "c", 0
     for _ in range(kills):
@@ -334,9 +329,7 @@ def test_a_run_killed_at_random_moments_makes_the_files_of_one_that_was_not(
 @pytest.mark.parametrize(("error", "reading"), [
     (KeyboardInterrupt(), TextReadOptions(separator=Separator.parse("word7"), append_eod=False)),
     (ResumableError("a worker process died"), TextReadOptions())], ids=["ctrl-c, separated", "worker, files"])
-def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch,
-                                                   error: BaseException, reading: TextReadOptions,
-                                                   capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path, texts, monkeypatch, error, reading, capsys):
     whole = Stop(monkeypatch, -1, error)
     progress, _ = build_corpus(texts, tmp_path / "whole", BYTE, reading)
     for stop in (4, 5, whole.encoded // 2, whole.encoded - 1):
@@ -351,8 +344,7 @@ def test_an_interrupted_run_goes_on_at_every_chunk(tmp_path: Path, texts: list[P
         assert f"{tmp_path}/c: going on after " in capsys.readouterr().err
 
 
-def test_lines_and_skipped_ones_are_counted_through(tmp_path: Path, texts: list[Path],
-                                                    monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lines_and_skipped_ones_are_counted_through(tmp_path, texts, monkeypatch):
     lines = texts[0].read_text().splitlines()
     lines[5] = lines[150] = "[]"
     texts[0].write_text("\n".join(lines))
@@ -373,9 +365,7 @@ def test_lines_and_skipped_ones_are_counted_through(tmp_path: Path, texts: list[
 
 
 @pytest.mark.parametrize("change", ["touched", "order", "one less", "tokenizer", "key", "eod", "skip", "merge"])
-def test_other_inputs_or_settings_begin_anew_and_say_so(
-        tmp_path: Path, texts: list[Path], monkeypatch: pytest.MonkeyPatch, change: str,
-        capsys: pytest.CaptureFixture[str]) -> None:
+def test_other_inputs_or_settings_begin_anew_and_say_so(tmp_path, texts, monkeypatch, change, capsys):
     Stop(monkeypatch, 9, KeyboardInterrupt())
     with pytest.raises(KeyboardInterrupt):
         build_corpus(texts, tmp_path / "c", BYTE)
@@ -402,8 +392,7 @@ def test_other_inputs_or_settings_begin_anew_and_say_so(
     assert not [name for name in os.listdir(tmp_path) if name.startswith(".")]
 
 
-def test_what_cannot_be_read_twice_is_not_gone_on_from(tmp_path: Path, texts: list[Path],
-                                                       monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_be_read_twice_is_not_gone_on_from(tmp_path, texts, monkeypatch):
     os.mkfifo(tmp_path / "pipe")
     threading.Thread(target=(tmp_path / "pipe").write_bytes, args=(texts[0].read_bytes(),), daemon=True).start()
     Stop(monkeypatch, 9, KeyboardInterrupt())

@@ -123,8 +123,7 @@ def test_the_same_goes_as_when_every_pair_is_compared(threshold: float, tmp_path
 
 
 @pytest.mark.parametrize(("threshold", "shared", "more"), [(0.3, 30, 70), (0.8, 8, 2), (0.95, 190, 10), (1.0, 100, 0)])
-def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(threshold: float, shared: int, more: int,
-                                                                         tmp_path: Path) -> None:
+def test_a_document_exactly_at_the_threshold_goes_and_one_below_it_stays(threshold, shared, more, tmp_path):
     """Each second page is the one before it and some words more."""
     texts = []
     for family in range(40):
@@ -152,8 +151,7 @@ def test_a_copy_of_a_near_copy_is_logged_with_what_is_kept(tmp_path: Path) -> No
     assert 0.8 <= log[0]["similarity"] == log[1]["similarity"] < 1 == log[2]["similarity"]
 
 
-def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(tmp_path, monkeypatch):
     template = babble(random.Random(6), 400)
     pages = [Page(f"{template} number {number}", "template") for number in range(500)]
     compared = []
@@ -163,8 +161,7 @@ def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(
     assert len(compared) <= 500 + dedup.PAIRS_PER_BATCH
 
 
-def test_output_is_the_same_for_any_workers_memory_and_machines(tmp_path: Path,
-                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+def test_output_is_the_same_for_any_workers_memory_and_machines(tmp_path, monkeypatch):
     shards = write(plant(8, originals=12, words=150), tmp_path / "in", 5)
     for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:
         deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)

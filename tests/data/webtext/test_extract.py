@@ -131,8 +131,7 @@ COMPLEX = {  # quadratic in the parser: each would take minutes or many GB
 
 
 @pytest.mark.parametrize("markup", COMPLEX.values(), ids=COMPLEX)
-def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                             markup: str) -> None:
+def test_a_page_that_is_too_complex_is_counted_by_its_reason(tmp_path, monkeypatch, markup):
     monkeypatch.setattr(extract, "_SECONDS", 0.5)
     (tmp_path / "a.html").write_text(f"<html><p>one</p>{markup}")
     (tmp_path / "b.html").write_text(PAGE + "<p>x" * 3000)
@@ -254,8 +253,7 @@ def test_what_only_looks_like_a_declaration_is_none(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("label", "codec", "declaration"), [
     ("windows-1251", "cp1251", '<?xml version="1.0" encoding="{}"?>'),
     ("utf-16", "utf-8", "<?xml\nversion='1.0'\nencoding = '{}'\n?>")])
-def test_the_declaration_of_xml_counts_where_no_meta_does(tmp_path: Path, declaration: str, label: str, codec: str
-                                                          ) -> None:
+def test_the_declaration_of_xml_counts_where_no_meta_does(tmp_path, declaration, label, codec):
     page = declaration.format(label).encode() + page_of(RUSSIAN, codec)
     assert read_page(tmp_path, page) == (page.decode(codec), ())
     other = "koi8-r" if codec == "cp1251" else "cp1251"
@@ -283,8 +281,7 @@ def test_the_mark_is_before_the_server_and_the_server_before_the_page(tmp_path: 
     ("utf-8", "utf-8", RUSSIAN, "not UTF-8"), ("Shift_JIS", "cp932", JAPANESE, "not shift_jis"),
     ("gb2312", "gbk", CHINESE, "not gbk"), ("euc-kr", "euc_kr", KOREAN, "not euc-kr"),
     ("big5", "big5", "貓在溫暖的屋頂上", "not big5"), ("euc-jp", "euc_jp", JAPANESE, "not euc-jp")])
-def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(
-        tmp_path: Path, label: str, codec: str, text: str, reason: str) -> None:
+def test_a_malformed_byte_is_one_mark_as_on_the_screen_and_is_counted(tmp_path, label, codec, text, reason):
     page, reading = page_of(text, codec, f"<meta charset={label}>"), WebReadOptions(on_error="skip")
     for bad in (b"\xff", b"\x81", b"\xfe"):
         assert read_page(tmp_path, page.replace(b"</p>", bad + b"</p>"), reading) == (
@@ -315,16 +312,14 @@ def test_letters_that_python_leaves_out_are_read(tmp_path: Path) -> None:
     (RUSSIAN.encode()[:-1], RUSSIAN[:-1] + "\ufffd", ("not UTF-8",)),
     ("naïve café".encode() + b"\xe2\x80", "naïve café\ufffd", ("not UTF-8",)),
 ])
-def test_a_page_that_says_nothing_is_utf_8_where_most_of_it_is_else_windows_1252(
-        tmp_path: Path, raw: bytes, text: str, repairs: tuple[str, ...]) -> None:
+def test_a_page_that_says_nothing_is_utf_8_where_most_of_it_is_else_windows_1252(tmp_path, raw, text, repairs):
     assert read_page(tmp_path, b"<p>" + raw) == (f"<p>{text}", repairs)
 
 
 @pytest.mark.parametrize(("text", "codec"), [
     (RUSSIAN, "cp1251"), (RUSSIAN, "koi8-r"), (GREEK, "cp1253"), (JAPANESE, "cp932"), (CHINESE, "gbk"),
     (KOREAN, "euc_kr"), (HEBREW, "cp1255")])
-def test_letters_of_another_script_are_not_taken_for_windows_1252_unless_asked(tmp_path: Path, text: str, codec: str
-                                                                               ) -> None:
+def test_letters_of_another_script_are_not_taken_for_windows_1252_unless_asked(tmp_path, text, codec):
     page = page_of(text, codec)
     for on_error in ("strict", "skip"):
         found = read_page(tmp_path, page, WebReadOptions(on_error=on_error))

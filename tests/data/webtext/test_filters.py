@@ -76,8 +76,7 @@ def test_black_lists_can_be_files(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("workers", "memory"), [(1, 1 << 28), (2, 4096)])
-def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_path: Path, workers: int,
-                                                                           memory: int) -> None:
+def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_path, workers, memory):
     rng = random.Random(0)
     forms = ["http://a.org/{}", "https://www.a.org/{}/", "http://A.org/{}#top", "http://a.org:80/{}",
              "http://a.org/{}?q"]
@@ -375,8 +374,7 @@ MIXED = ENGLISH * 4 + GERMAN * 4
     (["--keep", "en:0.65", "--keep", "de:0.2"], ["en", "de", "mixed"], {"ru": "language ru"}),
     (["--keep", "en:1"], [], {"mixed": None}), (["--label-only"], ["en", "de", "ru", "mixed", ""], {}),
 ])
-def test_languages_are_kept_by_name_or_by_score(arguments: list[str], kept: list[str], reasons: dict[str, str | None]
-                                                ) -> None:
+def test_languages_are_kept_by_name_or_by_score(arguments, kept, reasons):
     pytest.importorskip("py3langid")
     stage = stage_of(*arguments)
     texts = {"en": ENGLISH * 5, "de": GERMAN * 5, "ru": RUSSIAN * 5, "mixed": MIXED, "": "1 2 3"}

@@ -328,8 +328,7 @@ FAULTS: dict[str, tuple[Callable[[Path], object], str]] = {
 
 
 @pytest.mark.parametrize(("reader", "other_fault"), [*zip(READERS, cycle(FAULTS))])
-def test_a_fault_of_a_stage_is_named_by_whoever_reads_it(
-        stage: Path, tmp_path: Path, reader: str, other_fault: str) -> None:
+def test_a_fault_of_a_stage_is_named_by_whoever_reads_it(stage, tmp_path, reader, other_fault):
     change(stage / "part-00006.jsonl")
     with pytest.raises(DataError, match=f"^{stage}/part-00006.jsonl: {CHECKSUM}"):
         READERS[reader](stage, tmp_path / "out")
@@ -362,8 +361,7 @@ def test_the_part_of_a_split_is_read_as_listed(stage: Path, tmp_path: Path, monk
                     read([given])
 
 
-def test_a_stage_goes_on_with_the_shards_it_has_and_checks_only_what_it_still_reads(
-        stage: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_goes_on_with_the_shards_it_has_and_checks_only_what_it_still_reads(stage, tmp_path, monkeypatch):
     run_map_stage(SHOUT, [stage], tmp_path / "whole", run_options=SMALL)
     every = [Path(shard.path).name for shard in shards_of_stage(stage)]
     checked, made = list[str](), list[str]()

@@ -64,8 +64,7 @@ ALWAYS = {"task", "protocol", "data", "model", "window", "stride", "tokens", "or
     ("lambada", "lambada.jsonl", ["megatron", "openai", "lm-eval"], {"acc", "correct", "target", "truncated"}),
     ("perplexity", "corpus", ["megatron", "lm-eval"], set()),
 ])
-def test_every_task_says_its_protocol_and_its_figures(folder: Path, task: str, data: str, protocols: list[str],
-                                                      more: set[str]) -> None:
+def test_every_task_says_its_protocol_and_its_figures(folder, task, data, protocols, more):
     typed = ["--load", folder / "run", "--task", task, "--data", folder / data]
     assert values(*typed)["protocol"] == protocols[0]
     for protocol in protocols:

@@ -132,8 +132,7 @@ RULES = [("megatron", False), ("megatron", True), ("openai", False), ("lm-eval",
 
 
 @pytest.mark.parametrize(("protocol", "strict"), RULES)
-def test_planted_last_words_are_found_and_the_loss_is_that_of_what_is_to_come(tmp_path: Path, protocol: str,
-                                                                              strict: bool) -> None:
+def test_planted_last_words_are_found_and_the_loss_is_that_of_what_is_to_come(tmp_path, protocol, strict):
     """A passage that is longer than the position table loses its beginning."""
     right = [{"text": "abc " * count + "abc"} for count in range(1, 12)]
     whole_word = strict or protocol == "lm-eval"

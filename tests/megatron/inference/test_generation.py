@@ -84,8 +84,7 @@ def test_prompts_may_be_read_any_number_at_a_time(together: int, monkeypatch: py
 
 
 @pytest.mark.parametrize("rows", [1, 3, 11])
-def test_greedy_text_is_that_of_the_whole_model_and_at_the_end_of_the_position_table_it_ends_or_slides(
-        rows: int) -> None:
+def test_greedy_text_is_that_of_the_whole_model_and_at_the_end_of_the_position_table_it_ends_or_slides(rows):
     model = GPT2(SHAPE)
     for text, prompt in zip(answers(model, rows), PROMPTS, strict=True):
         assert text.tokens == by_hand(model, prompt, 9) and text.finish_reason == "length"
@@ -135,8 +134,7 @@ def test_texts_come_and_go_in_any_order_and_each_is_what_it_is_alone() -> None:
 
 
 @pytest.mark.parametrize("accelerator", [False, True])
-def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(
-        accelerator: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_text_without_numbers_ends_as_such_and_leaves_nothing_behind(accelerator, monkeypatch):
     """Token 60 stands for what overflows in fp16: from there on keys and values are not finite."""
     monkeypatch.setattr(decoders, "on_accelerator", lambda where: accelerator)
     monkeypatch.setattr(decoders.CudaGraphRunner, "_capture", lambda self, run: run)

@@ -138,8 +138,7 @@ def test_a_refused_call_changes_no_model(make: Callable[[], Any], given: dict[st
 
 
 @pytest.mark.parametrize("make", [ours, one_layer])
-def test_a_model_that_is_partly_cast_says_so_and_one_that_is_partly_moved_is_taken(
-        make: Callable[[], Any], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_that_is_partly_cast_says_so_and_one_that_is_partly_moved_is_taken(make, monkeypatch):
     def no_memory(*args: Any) -> None:
         raise MemoryError
 

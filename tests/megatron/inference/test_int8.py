@@ -208,8 +208,7 @@ TILED = "--memory-centric-tiled-linear --tile-factor 2 --zero-stage 3 --hidden-s
 
 
 @pytest.mark.parametrize(("tp", "dtype", "more"), [(2, "int8", []), (1, "fp32", []), (1, "bf16", TILED)])
-def test_a_rank_holds_its_part_and_some_blocks_at_any_moment(tmp_path: Path, tp: int, dtype: str,
-                                                             more: list[str]) -> None:
+def test_a_rank_holds_its_part_and_some_blocks_at_any_moment(tmp_path, tp, dtype, more):
     train([*FLAGS.split(), "--save", tmp_path, "--vocab-size", 40_000, *more])
     for held, expected, peak in run_ranks(loaded, tp, tmp_path, dtype):
         assert held == expected

@@ -159,8 +159,7 @@ def joined(parts: list[dict[str, Tensor]], like: dict[str, Tensor]) -> dict[str,
 
 
 @pytest.mark.parametrize("run", RUNS)
-def test_the_weights_are_those_at_work_at_any_tensor_parallel_size_and_int8_is_their_own_grid(
-        run: str, tmp_path: Path) -> None:
+def test_the_weights_are_those_at_work_at_any_tensor_parallel_size_and_int8_is_their_own_grid(run, tmp_path):
     """Levels times scales are the very numbers, and the same for any tensor parallel size."""
     expected = trained(tmp_path, **RUNS[run])
     whole = joined([loaded(0, 1, str(tmp_path), torch.float32)], expected)

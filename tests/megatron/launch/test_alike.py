@@ -94,8 +94,7 @@ def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize("sizes", [(2, 3), (4, 3, 3, 4)])
-def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
-                                                           ) -> None:
+def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes, monkeypatch):
     """Nobody waits for a rank that one of them knows nothing of."""
     monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.5)
     store, found = dist.HashStore(), [""] * len(sizes)

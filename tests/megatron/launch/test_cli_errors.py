@@ -133,8 +133,7 @@ def test_a_save_folder_whose_only_checkpoint_is_damaged_is_not_taken_for_empty(s
     check(cli([*RUN, "--load", saved, "--save", saved]), 4, "global_step3", "manifest.json")
 
 
-def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved: Path, tmp_path: Path,
-                                                                           cli: Cli) -> None:
+def test_a_damaged_newest_tag_makes_way_when_asked_and_is_replaced_in_time(saved, tmp_path, cli):
     expected = list(digest_lines(open_checkpoint(saved)))[-1]
     shard = saved / "global_step3" / "rank0.safetensors"
     shard.write_bytes(shard.read_bytes()[:-1])
@@ -175,8 +174,7 @@ def test_another_model_is_refused_with_every_differing_field(saved: Path, cli: C
 # ---- what the flags of loading and saving mean ---------------------------------------------------------------------
 
 
-def test_another_schedule_is_refused_with_its_differences_and_two_flags_say_who_wins(saved: Path, cli: Cli,
-                                                                                     tmp_path: Path) -> None:
+def test_another_schedule_is_refused_with_its_differences_and_two_flags_say_who_wins(saved, cli, tmp_path):
     longer = [*TINY, "--mock-data", "--train-iters", 5, "--lr", 1e-3, "--load", saved, "--metrics-file", tmp_path / "m"]
     check(cli(longer), 2, "--lr 0.00015 in the checkpoint, 0.001 here", "--lr-decay-iters 3 in the checkpoint, 5 here",
           "--override-lr-scheduler", "--use-checkpoint-lr-scheduler")

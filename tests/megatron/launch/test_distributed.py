@@ -76,8 +76,7 @@ def test_each_rank_has_the_gpu_of_its_local_number(environ: pytest.MonkeyPatch) 
     ({"CUDA_VISIBLE_DEVICES": "3"}, True),  # by a wrapper
     ({"CUDA_VISIBLE_DEVICES": "0"}, False),  # srun -n4, or mpirun, on a node with one GPU
     *(({launcher: "1"}, False) for launcher in LAUNCHED_BY)])
-def test_the_only_gpu_that_a_rank_sees_is_its_own_or_is_not_shared(
-        variables: dict[str, str], is_its_own: bool, environ: pytest.MonkeyPatch) -> None:
+def test_the_only_gpu_that_a_rank_sees_is_its_own_or_is_not_shared(variables, is_its_own, environ):
     gpus(environ, 1)
     for name, value in variables.items():
         environ.setenv(name, value)

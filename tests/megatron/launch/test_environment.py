@@ -90,8 +90,7 @@ def test_a_prompt_or_stop_that_is_no_text_is_refused_and_not_answered(raw: bytes
 
 @pytest.mark.parametrize("error", [
     OSError(errno.EMFILE, "too many"), BlockingIOError(errno.EAGAIN, "none"), RuntimeError("can't start new thread")])
-def test_a_limit_of_the_system_is_one_line_of_every_command(error: Exception, capsys: pytest.CaptureFixture[str]
-                                                            ) -> None:
+def test_a_limit_of_the_system_is_one_line_of_every_command(error, capsys):
     def fail() -> None:
         raise error
 

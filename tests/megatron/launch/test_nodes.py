@@ -136,8 +136,7 @@ def lines() -> tuple[list[str], Callable[[str], None]]:
     None, b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 300_000,
     b'{"greeting": "megatron.launch 2", "node": 7, "nodes": 2, "ranks": 1, "host": "x"}\n',
     b'{"greeting": "megatron.launch 2", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
-def test_strangers_on_the_port_do_not_disturb_the_meeting(port: int, greeting: bytes | None,
-                                                          monkeypatch: pytest.MonkeyPatch) -> None:
+def test_strangers_on_the_port_do_not_disturb_the_meeting(port, greeting, monkeypatch):
     monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.5)
     found: dict[int, NodeMonitor] = {}
 
@@ -224,8 +223,7 @@ WAITS = "STATUS.collective_counters[0] = 2; time.sleep(3); raise PeerError('wait
 @pytest.mark.parametrize("fault, words, culprit", [
     ("time.sleep(60)", "hangs or is too slow: the others waited for it", 1),
     ("sys.exit(0)", "left with exit code 0 at step 7: backward, blocks.1", 0)])
-def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path: Path, port: int, fault: str, words: str,
-                                                                     culprit: int) -> None:
+def test_every_node_names_a_rank_of_another_one_that_hangs_or_leaves(tmp_path, port, fault, words, culprit):
     launchers = [Node(tmp_path, port, node,
                       IN_A_STEP.format(folder=tmp_path, then=fault if node == culprit else WAITS))
                  for node in range(2)]
@@ -283,8 +281,7 @@ class Clock:
                     one.receive()
 
 
-def test_a_launcher_that_does_not_answer_is_told_and_so_is_its_return(port: int, monkeypatch: pytest.MonkeyPatch
-                                                                      ) -> None:
+def test_a_launcher_that_does_not_answer_is_told_and_so_is_its_return(port, monkeypatch):
     clock = Clock(monkeypatch)
     all_three, (first, second, third) = members(port, 3)
     clock.run(30, all_three)
@@ -310,8 +307,7 @@ STANDS_STILL = ("STATUS.collective_counters[0] = 2; open(r'{folder}/ready' + str
 
 @pytest.mark.slow
 @pytest.mark.parametrize("away", [0, 1])
-def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_it(tmp_path: Path, port: int, away: int
-                                                                                  ) -> None:
+def test_a_node_that_stops_whole_is_named_and_hears_that_the_job_ended_without_it(tmp_path, port, away):
     """As a machine that is suspended, or swaps: its connections stay, and no rank says a word."""
     launchers = [Node(tmp_path, port, node, IN_A_STEP.format(folder=tmp_path, then=STANDS_STILL.format(
         folder=tmp_path, seconds=60 if node == away else 8)), nodes=3) for node in range(3)]

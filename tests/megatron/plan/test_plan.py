@@ -73,8 +73,7 @@ METHODS = [(), ("--progressive-layer-drop",), ("--quantize-training", "--quantiz
 @pytest.mark.parametrize("optimizer, method", [
     *((optimizer, ()) for optimizer in OPTIMIZERS if optimizer not in ONE_BIT_OPTIMIZERS),
     *((optimizer, method) for optimizer in ("adam", *ONE_BIT_OPTIMIZERS) for method in METHODS)])
-def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are_left_out(
-        optimizer: str, method: tuple[str, ...], printed: Callable[..., str]) -> None:
+def test_every_run_that_training_accepts_is_planned_and_rows_that_it_forbids_are_left_out(optimizer, method, printed):
     argv = ["--preset", "124M", "--ranks", "2", "--train-iters", "10000", "--tflops", "40", "--optimizer", optimizer]
     argv += ["--onebit-freeze-step", "1500"] if optimizer in ONE_BIT_OPTIMIZERS else []
     text = printed(*argv, *method)
@@ -281,8 +280,7 @@ def test_remedies_keep_the_samples_of_a_step_and_save_what_they_say() -> None:
     assert found["--zero-stage 3"] == peak_memory(run).total - peak_memory(planned(*FLAGS[:-1], "3")).total
 
 
-def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(
-        capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lack_of_memory_in_a_run_ends_in_one_error_line_with_the_plan_before_it(capfd, monkeypatch):
     def exhausted(*args: object, **named: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nmore")
 
@@ -323,8 +321,7 @@ def launched(monkeypatch: pytest.MonkeyPatch, rank: int, *argv: str) -> int:
     return pretrain_gpt2.main()
 
 
-def test_rank_0_prints_the_plan_of_the_ranks_that_would_run(
-        monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_rank_0_prints_the_plan_of_the_ranks_that_would_run(monkeypatch, capsys, tmp_path):
     argv = [*BIG, *ON_HOST, "--dry_run", "--save", str(tmp_path / "save"), "--train-data", "no such file"]
     assert launched(monkeypatch, 0, *argv) == 0
     text = capsys.readouterr().out

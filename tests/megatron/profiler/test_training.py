@@ -87,8 +87,7 @@ def test_a_resumed_run_says_that_the_step_is_over(tmp_path: Path) -> None:
         [*RUN, "--flops-profiler", "--flops-profiler-step", "9"])
 
 
-def test_a_file_that_cannot_be_written_is_told_before_and_costs_no_step(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_that_cannot_be_written_is_told_before_and_costs_no_step(tmp_path, capsys):
     with pytest.raises(StorageError, match="--flops-profiler-output-file .* is no folder; name a file"):
         train([*RUN, *PROFILE, "--flops-profiler-output-file", tmp_path / "gone" / "p.json"])
     taken = tmp_path / "p.json"

@@ -135,8 +135,7 @@ def test_a_run_that_is_stopped_has_its_trace(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"steps-2-3.rank-0.json.gz"}
 
 
-def test_a_folder_or_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(
-        tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_or_a_drive_that_fails_leaves_nothing_and_does_not_end_the_run(tmp_path, capsys):
     (tmp_path / "file").write_text("")
     full = OSError(errno.ENOSPC, "No space left on device")
     for folder, words in (("file/traces", "warning: the trace cannot be written to"),

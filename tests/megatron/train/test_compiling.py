@@ -91,9 +91,7 @@ def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
 @pytest.mark.parametrize("values", [
     *({"zero_stage": stage} for stage in range(4)), {"zero_stage": 1, "bf16": True},
     {"checkpoint_activations": True}], ids=str)
-def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(
-    values: dict[str, Any], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(values, monkeypatch):
     monkeypatch.setattr(mpu.device, "FORCE_ACCELERATOR_PATH", True)
     eager = trained({**values, "compile": False})
     whole = torch.compile

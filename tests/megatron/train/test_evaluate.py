@@ -34,8 +34,7 @@ def with_and_without(rank: int, world: int, tp: int, precision: list[str], folde
 @pytest.mark.few(1)
 @pytest.mark.parametrize(("tp", "world", "precision"),
                          [(1, 1, []), (2, 2, ["--fp16"]), (1, 2, ["--bf16", "--checkpoint-activations"])])
-def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp: int, world: int, precision: list[str],
-                                                                             tmp_path: Path) -> None:
+def test_evaluation_touches_neither_the_random_streams_nor_the_data_position(tp, world, precision, tmp_path):
     run_ranks(with_and_without, world, tp, precision, tmp_path, write_corpus(tmp_path / "corpus"))
     without, often, always = (steps(tmp_path / f"{name}.jsonl") for name in ("without", "often", "always"))
     assert without == often == always and len(without) == 7

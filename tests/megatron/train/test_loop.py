@@ -42,8 +42,7 @@ def in_force() -> tuple[int, bool, str | None]:
 
 
 @pytest.mark.parametrize("workspace", [None, ":16:8"])
-def test_a_later_run_of_the_process_has_what_its_own_flags_say(workspace: str | None,
-                                                               monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_later_run_of_the_process_has_what_its_own_flags_say(workspace, monkeypatch):
     during: list[tuple[int, bool, str | None]] = []
 
     def fails(trainer: Trainer, batches: list[Any]) -> Any:
@@ -137,8 +136,7 @@ def test_idle_steps_are_those_a_count_finds() -> None:
 RUN = [*TINY, "--mock-data", "--lr", "1e-3", "--warmup", "0"]
 
 
-def test_the_longer_run_that_used_to_be_documented_warns_and_what_the_warning_recommends_trains_to_the_end(
-        tmp_path: Path) -> None:
+def test_the_longer_run_that_used_to_be_documented_warns_and_what_the_warning_recommends_trains_to_the_end(tmp_path):
     saved = tmp_path / "s"
     assert not warnings(train([*RUN, "--train-iters", 4, "--save", saved])), "every step of it trains"
     longer = [*RUN, "--train-iters", 8, "--load", saved, "--metrics-file", tmp_path / "m"]

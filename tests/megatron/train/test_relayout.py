@@ -103,8 +103,7 @@ PRECISIONS: dict[str, list[object]] = {"fp32": [], "bf16": ["--bf16"], "fp16": [
 
 
 @pytest.mark.parametrize(("written", "asked"), [("fp32", "bf16"), ("bf16", "fp16")])
-def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(written: str, asked: str,
-                                                                            tmp_path: Path) -> None:
+def test_another_precision_is_said_explicitly_and_keeps_masters_and_moments(written, asked, tmp_path):
     common = [*TINY, *NO_DROPOUT, "--mock-data", "--train-iters", 6]
     train([*common, *PRECISIONS[written], "--save", tmp_path / "s", "--exit-interval", 3, "--loss-scale-window", 2])
     again = [*common, *PRECISIONS[asked], "--load", tmp_path / "s", "--metrics-file", tmp_path / "m"]

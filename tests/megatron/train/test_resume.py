@@ -100,8 +100,7 @@ def test_a_reason_to_stop_on_any_rank_saves_after_the_step_and_the_rest_is_the_s
 
 @pytest.mark.parametrize("numbers", [(signal.SIGTERM, signal.SIGTERM, signal.SIGUSR1),
                                      (signal.SIGUSR1, signal.SIGINT), (signal.SIGINT, signal.SIGTERM)], ids=str)
-def test_further_signals_change_nothing(numbers: tuple[int, ...], tmp_path: Path,
-                                        monkeypatch: pytest.MonkeyPatch) -> None:
+def test_further_signals_change_nothing(numbers, tmp_path, monkeypatch):
     """They come during the step, and again during the save."""
     save, take_step, saves = RunCheckpoints._save, Trainer.train_step, list[None]()
 
@@ -182,8 +181,7 @@ def test_a_run_goes_back_and_the_next_start_goes_on_with_its_branch(how: str, tm
     assert total_digest(root) == total_digest(tmp_path / "straight")
 
 
-def test_a_start_from_scratch_names_a_tag_that_is_gone_and_a_folder_may_have_a_colon_in_its_name(
-        tmp_path: Path) -> None:
+def test_a_start_from_scratch_names_a_tag_that_is_gone_and_a_folder_may_have_a_colon_in_its_name(tmp_path):
     folder = tmp_path / "run:10"
     folder.mkdir()
     (folder / "latest").write_text("global_step9\n")
@@ -265,8 +263,7 @@ FROZEN = ["--optimizer", "onebit_adam", "--onebit-freeze-step", 2]
     ([*DROPPED, *ROUNDED, *FROZEN], [*DROPPED, *ROUNDED, *FROZEN], ""),
     (["--pld-theta", 0.5], ["--pld-theta", 0.4], ""),
 ])
-def test_a_run_that_goes_on_otherwise_says_so(before: list[object], after: list[object], said: str, tmp_path: Path,
-                                              ) -> None:
+def test_a_run_that_goes_on_otherwise_says_so(before, after, said, tmp_path):
     train([*CHANGED_FLAGS, *before, "--exit-interval", 4 if before == FROZEN else 2, "--save", tmp_path])
     text = train([*CHANGED_FLAGS, *after, "--load", tmp_path])
     assert [line for line in text.splitlines() if line.startswith(" changed: ")] == [f" changed: {said}"] * bool(said)

@@ -179,8 +179,7 @@ def test_a_run_that_fails_does_not_pass_for_a_finished_one_and_a_full_disk_does_
     assert told(wandb)[-1] == ("finish", 1)
 
 
-def test_a_service_that_ends_before_the_run_is_told_once_and_ends_no_run(
-        wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_service_that_ends_before_the_run_is_told_once_and_ends_no_run(wandb, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("WANDB_LASTS", "2")
     train([*TINY, "--mock-data", "--train-iters", 4, "--wandb-project", "gpt", "--metrics-file", tmp_path / "m"])
     assert len(records(tmp_path / "m")) == 4
@@ -189,8 +188,7 @@ def test_a_service_that_ends_before_the_run_is_told_once_and_ends_no_run(
         "warning: wandb takes no more scalars (Error: the service has gone); training goes on without it"]
 
 
-def test_a_sink_that_cannot_be_opened_leaves_no_other_one_open(
-        wandb: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_sink_that_cannot_be_opened_leaves_no_other_one_open(wandb, tmp_path, monkeypatch, capfd):
     """Seen while the errors are kept, whose tracebacks keep what was made until then."""
     monkeypatch.setenv("WANDB_REFUSES", "1")
     values = {"metrics_file": str(tmp_path / "m"), "csv_dir": str(tmp_path / "tables")}
@@ -225,8 +223,7 @@ def failing(number: int) -> Callable[..., Any]:
     return fail
 
 
-def test_a_metrics_file_that_fails_is_named_with_its_flag_and_lack_of_memory_is_not_its_matter(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_metrics_file_that_fails_is_named_with_its_flag_and_lack_of_memory_is_not_its_matter(tmp_path, monkeypatch):
     for number in (errno.EIO, errno.ENOSPC, errno.EDQUOT, errno.EROFS, errno.EACCES, errno.ESTALE, errno.ENOMEM):
         file = AppendOnlyFile("--metrics-file", str(tmp_path / "m"), print)
         with monkeypatch.context() as broken, pytest.raises((OSError, StorageError)) as caught:
@@ -240,8 +237,7 @@ def test_a_metrics_file_that_fails_is_named_with_its_flag_and_lack_of_memory_is_
             assert failure.text.startswith(f"--metrics-file {tmp_path / 'm'} cannot be written: {os.strerror(number)}")
 
 
-def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
+def test_a_tensorboard_folder_that_fails_is_named_with_its_flag(tmp_path, monkeypatch, capfd):
     log = log_of(tensorboard_dir=str(tmp_path / "board"))
     monkeypatch.setattr(LocalFileSystem, "append", failing(errno.EIO))
     with pytest.raises(StorageError, match=f"^--tensorboard-dir {tmp_path}/board cannot be written: Input/output"):

@@ -26,7 +26,7 @@ from megatron.tune.cli import recommended_flags
 from megatron.tune.search import TrialResult, legal_choices, next_repeat, samples_per_step
 from megatron.tune.trial import TRIALS_FILE, TrialRecords, TrialRunner, config_to_flags, trial_config
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
-from tests.megatron.tune.simulated import RATES
+from tests.megatron.tune.test_search import RATES
 
 FAKE = (str(ROOT / "tests/megatron/tune/fake_trainer.py"),)
 MODEL = [*TINY, *NO_DROPOUT, "--mock-data"]
@@ -92,8 +92,7 @@ IN_ORDER = "--autotuning-tuner-early-stopping 0 --autotuning-tuner-type gridsear
     ("crash", "2", "crash", "what nobody has thought of"), ("cut", "1", "crash", "while it wrote a line"),
     ("silent", "1", "crash", "ended well without the times of steps 3 to 5"),
     ("hang", "2", "hang", "not over after 2 s"), ("done", "1", "done", ""), ("done", "2", "done", "")])
-def test_whatever_becomes_of_a_trial_is_a_result(
-        way: str, ranks: str, state: str, words: str, tuner: Tuner, tmp_path: Path) -> None:
+def test_whatever_becomes_of_a_trial_is_a_result(way, ranks, state, words, tuner, tmp_path):
     begin = time.monotonic()
     outcome = tuner.try_once(way, "--ranks", ranks, limit=2.0 if way == "hang" else 60.0)
     assert outcome.state == state and time.monotonic() - begin < 30
@@ -142,8 +141,7 @@ def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> No
 # ---- a search -----------------------------------------------------------------------------------------------------
 
 
-def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(
-        tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(tuner, monkeypatch):
     def outcome(runner: TrialRunner, number: int, run: PlannedRun, predicted: float) -> TrialResult:
         state = ("memory", "crash", "hang", "done")[run.config.zero.zero_stage]
         return TrialResult(state, 0.1 if state == "done" else None)  # type: ignore[arg-type]
@@ -256,8 +254,7 @@ def test_trials_of_another_run_are_not_mixed_with_these(tuner: Tuner, monkeypatc
 
 @pytest.mark.few(2)
 @pytest.mark.parametrize("code, kind", [(2, ConfigError), (3, DataError), (7, StorageError)])
-def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
-        code: int, kind: type[Exception], tuner: Tuner) -> None:
+def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(code, kind, tuner):
     tuner.fake(f"ends {code} --data: is wrong")
     with pytest.raises(kind, match=r"^--data: is wrong \(two trials in turn"):
         tuner.search("--autotuning-tuner-num-trials 6")
@@ -267,8 +264,7 @@ def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(
     assert tuner.outcomes()[0]["outcome"]["state"] == "done"
 
 
-def test_an_interrupted_search_says_that_it_can_go_on(tuner: Tuner, monkeypatch: pytest.MonkeyPatch,
-                                                      capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_interrupted_search_says_that_it_can_go_on(tuner, monkeypatch, capsys):
     def interrupted(*_: Any) -> TrialResult:
         raise KeyboardInterrupt
 
