@@ -142,12 +142,12 @@ def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
 
 
 def test_a_run_killed_at_any_point_leaves_nothing_half_made_and_goes_on(raw: Path, whole: Path, tmp_path: Path) -> None:
-    """At three points from the beginning to the end."""
+    """At five points from the beginning to the end."""
     finished = contents(whole)
     events = in_a_fork(lambda: main(arguments(raw, tmp_path / "count")))
     assert events > 300 and contents(tmp_path / "count") == finished
-    for point in range(3):
-        stop, out = 1 + (2 * point + 1) * events // 6, tmp_path / str(point)
+    for point in range(5):
+        stop, out = 1 + (2 * point + 1) * events // 10, tmp_path / str(point)
         assert in_a_fork(lambda: main(arguments(raw, out)), stop) == -1
         left = contents(out) if out.exists() else {}
         assert left == {name: finished[name] for name in left}, f"after a kill at event {stop}"
