@@ -34,22 +34,20 @@ from tests.megatron.launch.processes import ROOT, begin, environment, error_of, 
 FACTS = {"--lr": 0.001, "--zero-stage": 1, "torch": "2.13.0", "code": "abc"}
 
 
-def compare(told: Sequence[Mapping[str, Any]], limit: float = 5.0, ranks: int | None = None) -> list[str | None]:
-    """What each rank is told to end with; None: it may begin."""
-    store, found = dist.HashStore(), [None] * len(told)
+def compare(told: Sequence[Mapping[str, Any]], limit: float = 5.0, sizes: Sequence[int] = ()) -> list[str | None]:
+    """What each rank is told to end with, where all begin at the same time; None: it may begin."""
+    store, are_there = dist.HashStore(), threading.Barrier(len(told))
 
-    def work(rank: int) -> None:
+    def work(rank: int) -> str | None:
+        are_there.wait()
         try:
-            check_ranks_match(store, rank, ranks or len(told), told[rank], timedelta(seconds=limit))
+            check_ranks_match(store, rank, sizes[rank] if sizes else len(told), told[rank], timedelta(seconds=limit))
         except TrainerError as error:
-            found[rank] = f"{type(error).__name__}: {error}"  # type: ignore[call-overload]
+            return f"{type(error).__name__}: {error}"
+        return None
 
-    threads = [threading.Thread(target=work, args=(rank,)) for rank in range(len(told))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return list(found)
+    with ThreadPoolExecutor(len(told)) as pool:
+        return [job.result(30) for job in [pool.submit(work, rank) for rank in range(len(told))]]
 
 
 # ---- what is compared --------------------------------------------------------------------------------------------
@@ -67,7 +65,7 @@ def test_every_difference_is_named_with_its_values_and_their_ranks_on_every_rank
 def test_ranks_that_do_not_come_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.2)
     began = time.monotonic()
-    found = compare([FACTS] * 3, limit=0.5, ranks=7)
+    found = compare([FACTS] * 3, 0.5, [7] * 3)
     assert time.monotonic() - began < 30 and len(set(found)) == 1 and found[0] is not None
     assert found[0].startswith("PeerError: ranks 3-6 of 7 did not come within 0.5 s")
 
@@ -97,27 +95,11 @@ def test_without_rank_0_the_others_end(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_ranks_of_jobs_of_different_sizes_are_told_at_once(sizes, monkeypatch):
     """Nobody waits for a rank that one of them knows nothing of."""
     monkeypatch.setattr(preflight, "LINGER_SECONDS", 0.5)
-    store, found = dist.HashStore(), [""] * len(sizes)
-    are_there = threading.Barrier(len(sizes))
-
-    def work(rank: int) -> None:
-        are_there.wait()
-        try:
-            check_ranks_match(store, rank, sizes[rank], FACTS, timedelta(seconds=60))
-        except TrainerError as error:
-            found[rank] = f"{type(error).__name__}: {error}"
-
     began = time.monotonic()
-    threads = [threading.Thread(target=work, args=(rank,), daemon=True) for rank in range(len(sizes))]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(10)
+    found = compare([FACTS] * len(sizes), 60, sizes)
     assert time.monotonic() - began < 30
-    refused = [line for line in found if line]
-    assert refused and all("ConfigError: the ranks were started differently: WORLD_SIZE is " in line
-                           for line in refused), found
-    assert len({*found}) == 1, found
+    assert len({*found}) == 1 and found[0] is not None, found
+    assert "ConfigError: the ranks were started differently: WORLD_SIZE is " in found[0]
     for size in set(sizes):
         who = [rank for rank, own in enumerate(sizes) if own == size]
         assert f"{size} on {format_ranks(who)}" in found[0]

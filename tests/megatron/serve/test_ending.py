@@ -176,9 +176,9 @@ def test_a_model_that_fails_ends_the_server_and_everyone_is_told(folder: Path) -
         return follow(self, tokens)
 
     with patch.object(Decoder, "decode_step", failing), ThreadPoolExecutor(5) as pool:
-        answers = [pool.submit(Server.ask, server, path, body) for path, body in [  # type: ignore[arg-type]
+        answers = [pool.submit(server.ask, path, body) for path, body in [
             *[("/v1/completions", LONG)] * 3, ("/api", {"prompts": ["x"], "tokens_to_generate": 1500, "top_k": 1})]]
-        stream = pool.submit(Server.ask, server, "/v1/completions", {**LONG, "stream": True})  # type: ignore[arg-type]
+        stream = pool.submit(server.ask, "/v1/completions", {**LONG, "stream": True})
         for answer in answers:
             status, found = answer.result(30)
             assert status == 500 and "the model has failed" in json.dumps(found)
@@ -214,12 +214,12 @@ def test_a_text_without_numbers_is_an_error_of_that_request_alone(folder: Path) 
         return found
 
     good = {"prompt": "good", "max_tokens": 5, "temperature": 0}
-    expected = Server.ask(server, "/v1/completions", good)  # type: ignore[arg-type]
+    expected = server.ask("/v1/completions", good)
     with patch.object(Decoder, "prefill", overflowing):
         for prompt in ("bad", ["good", "bad", "good"]):
-            status, found = Server.ask(server, "/v1/completions", {**good, "prompt": prompt})  # type: ignore[arg-type]
+            status, found = server.ask("/v1/completions", {**good, "prompt": prompt})
             assert status == 500 and "non-finite logits" in json.dumps(found)
-        again = Server.ask(server, "/v1/completions", good)  # type: ignore[arg-type]
+        again = server.ask("/v1/completions", good)
     assert again[0] == expected[0] == 200 and again[1]["choices"] == expected[1]["choices"]
     server.stop.set()
     assert server.ended.get(timeout=30) is None
