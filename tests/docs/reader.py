@@ -7,7 +7,7 @@
     <!-- docs-test: skip REASON -->     before a block: it is not run, and why
     <!-- docs-test: needs a, b -->      before a block: it is run where these packages are installed
 
-Not here: running (`session.py`) and comparing (`compare.py`).
+Not here: running and comparing (`session.py`).
 """
 
 from __future__ import annotations

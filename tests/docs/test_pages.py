@@ -22,9 +22,9 @@ from unittest.mock import patch
 import pytest
 
 from megatron.config.cli import PRINTED_TEXTS, known_flags
-from tests.docs.compare import Comparison
+
 from tests.docs.reader import PAGES, ROOT, RUN, PageError, anchors, blocks, inline_code, links, prose, stray_commands
-from tests.docs.session import Session, follow
+from tests.docs.session import Comparison, Session, follow
 
 SHORT_NAMES = {"zero": "megatron.zero", "recompute": "megatron.recompute"}
 """Names that the pages use as their examples import them."""

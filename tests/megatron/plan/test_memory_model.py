@@ -152,13 +152,6 @@ def test_the_predicted_peak_of_a_run_from_a_drive_is_the_measured_one(tmp_path: 
     assert predicted == pytest.approx(stepping, rel=TOLERANCE)
 
 
-@pytest.mark.slow
-@pytest.mark.parametrize("world", [1, 2, 4])
-def test_the_predicted_peak_holds_for_every_stage_precision_recomputation_and_accumulation(world: int) -> None:
-    names = ("zero_stage", "bf16", "checkpoint_activations", "accumulation")
-    check(world, [dict(zip(names, choice)) for choice in product(range(4), (False, True), (False, True), (1, 2))])
-
-
 def saved_bytes(config: Config) -> int:
     """Every storage autograd saves in a forward, once, parameters aside."""
     dtype = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[config.precision.name]
