@@ -222,3 +222,12 @@ def test_the_mean_output_of_linear_blocks_is_the_whole_one() -> None:
             mean, sum_of_chances = mean + chance * model.hidden_states(tokens, blocks=blocks), sum_of_chances + chance
     assert sum_of_chances == pytest.approx(1.0)
     torch.testing.assert_close(mean, whole)
+
+
+def test_a_model_is_whole_in_evaluation_and_where_nobody_asks() -> None:
+    model, tokens = GPT2(tiny_model(num_layers=4), seed=5), torch.arange(17).reshape(1, 17)
+    asked = {"progressive_layer_drop": True, "pld_theta": 0.3, "pld_step": 2}
+    whole = model(tokens[:, :-1], tokens[:, 1:])
+    assert len(kept(5, 2, 4, 0.3)) < 4 and not model(tokens[:, :-1], tokens[:, 1:], **asked).equal(whole)
+    model.eval()
+    assert model(tokens[:, :-1], tokens[:, 1:], **asked).equal(whole)
