@@ -137,6 +137,8 @@ BAD = [
     *((f"--preset tiny --flops-profiler-{flags}".split(), told) for flags, told in (
         ("step 0", "--flops-profiler-step"), ("top-modules 0", "top-modules"), ("module-depth -2", "module-depth"),
         ("output-file p.html", "p.html: a profile is JSON or text, no page; name a .json or .txt"))),
+    *(([f"--profile-steps={steps}"], "is no FIRST:LAST of steps from 1 on, in their order: write 10:12, say")
+      for steps in ("3", "3:", "0:2", "3:2", "a:b", "1:2:3", "-1:2", " 1:2")),
 ]
 
 
@@ -320,6 +322,7 @@ def test_help_and_version_leave_with_0(capsys: pytest.CaptureFixture[str]) -> No
 def test_accumulation_follows_from_the_batch_sizes_and_a_world_that_does_not_fit_is_refused_with_its_factors() -> None:
     for argv, world, told in (
             ("--model-parallel-size 2", 3, "3 is not divisible by 2"),
+            ("--profile-steps 1:2 --profile-rank 2", 2, "--profile-rank 2 is not one of the 2 ranks"),
             ("--batch-size 4 --global-batch-size 12", 2,
              "--global-batch-size 12 is not divisible by --batch-size 4 x data parallel size 2")):
         with pytest.raises(ConfigError, match=told):
