@@ -193,12 +193,13 @@ def peak_of(tmp_path: Path, megabytes: int | None, name: str, *flags: str) -> tu
     code = """
 import resource
 from data.preprocess import main
-from tests.peak import peak
+from megatron.host_memory import peak_resident_bytes
 try:
     main()
 except Exception as error:
     print(error)
-print(peak() >> 20, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss >> 10)  # a worker's begins at its parent's
+worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # begins at its parent's
+print(peak_resident_bytes() >> 20, worker >> 10)
 """
     done = subprocess.run(
         [sys.executable, "-c", code, "--input", str(tmp_path / name), "--output-prefix", str(tmp_path / "c"),
