@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from resource import RUSAGE_SELF, getrusage
 
 import pytest
 
@@ -90,3 +91,8 @@ def test_a_system_without_these_files_is_asked_itself(kernel: Path, monkeypatch:
 
     monkeypatch.setattr(os, "sysconf", sysconf)
     assert found() == (None, 8, "the host")
+
+
+def test_the_peak_of_a_process_is_in_bytes() -> None:
+    block = b"x" * (64 * MIB)
+    assert len(block) <= host_memory.peak_resident_bytes() <= getrusage(RUSAGE_SELF).ru_maxrss << 11
