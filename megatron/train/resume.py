@@ -1,7 +1,7 @@
 """Save and resume a pretraining run: which settings must match the checkpoint, which may differ, and what is reported.
 
-The engine saves and restores itself (megatron/zero/api); the loop's own state travels as client state: position in the
-data, fingerprint of the data, and the learning rate schedule.
+The engine saves and restores itself (megatron/zero/api). Its client state carries what is the run's: the loop's
+`TrainState`, the learning rate schedule, and fingerprints of the data and the tokenizer.
 """
 
 from __future__ import annotations
