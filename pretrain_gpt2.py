@@ -87,7 +87,7 @@ def _run(stop: StopListener) -> int:
         checkpoints = closing.enter_context(RunCheckpoints(config, groups, tokenizer.facts))
         datasets = build.datasets(config, tokenizer, groups)
         assert datasets.train is not None, "build.datasets refuses a run without training text"
-        build.seed_everything(config.train, groups, device)
+        build.seed_everything(config.train, groups)
         closing.enter_context(build.deterministic_algorithms(config.train))
         recomputation = build.recomputation(config, groups)
         engine = build.engine(config, build.model(config, groups, recomputation), groups, device)

@@ -258,8 +258,8 @@ def _too_small(corpus: IndexedCorpus, documents: range, source: str, part: str, 
     if count_samples(tokens, seq_length):
         return ""
     if corpus.num_documents == 1 and not documents:
-        return (f"cuts between documents, and {source} is a single one: not used; give --{part}-data, or a "
-                "--document-separator")
+        return (f"divides between documents, and {source} is a single one: not used; give --{part}-data FILE, or "
+                "--document-separator blank-line, which makes a document of each paragraph")
     return (f"leaves {len(documents)} of the {format_count(corpus.num_documents, 'document')} of {source}, "
             f"{format_count(tokens, 'token')}, and a sample needs {seq_length + 1}: not used; give --{part}-data, or a "
             "larger share in --split")

@@ -241,7 +241,8 @@ class TagChoice:
 
 
 def choose_tag(root: Path, requested: str | None = None) -> TagChoice:
-    """The only place that chooses a tag. CheckpointError if there is none, or not the requested one."""
+    """The tag of a load, without a request the newest one. CheckpointError if there is none, or not the requested
+    one."""
     if requested is None:
         check_latest_inside(root)
     else:

@@ -46,7 +46,7 @@ from megatron.checkpoint.tags import (format_file_names, link_target_outside, pr
                                       unknown_files)
 from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
-from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, TrainerError
+from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError, TrainerError
 from mpu.groups import Group
 
 COPY_ALIGNMENT = 64  # alignment in bytes of each tensor in a host copy: one cache line
@@ -94,7 +94,7 @@ class SavePlan:
     root: Path
     world: Group
     manifest: Manifest
-    rank: int  # names the files of this rank
+    place: int  # this rank's index in the grid (tp, dp), which names its files
     lineage: Lineage
     keep: Keep
     latest: bool
@@ -186,17 +186,17 @@ def agree(root: str | Path, tag: str, *, tensors: Iterable[TensorSource], rank_s
 def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: Mapping[str, Any],
                   shared_state: Mapping[str, Any]) -> None:
     """Plan what this rank writes; tensors of the states go into the same files as the pieces."""
-    manifest, origin = plan.manifest, provenance_of(plan.manifest, plan.rank)
+    manifest, origin = plan.manifest, provenance_of(plan.manifest, plan.place)
     plan.rank_manifest = {"format": FORMAT, "origin": origin, "files": {},
-                          "state": encode_state(rank_state, f"rank{plan.rank}", plan.tensors)}
-    if plan.rank == 0:
+                          "state": encode_state(rank_state, f"rank{plan.place}", plan.tensors)}
+    if plan.place == 0:
         plan.rank_manifest["lineage"] = lineage_to_json(manifest)  # a copy, in case the manifest is damaged
         shared = {"origin": origin, "state": encode_state(shared_state, "shared", plan.tensors)}
         config = encode_state(manifest.config, "config", plan.tensors)
         for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
             plan.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
     for source in sources:
-        if (piece := manifest.piece_of_rank(source.entry, plan.rank)) is not None:
+        if (piece := manifest.piece_of_rank(source.entry, plan.place)) is not None:
             key, offset, count = piece
             load = partial(source.load_finite, offset, count)
             plan.tensors.append(FileTensor(key, DTYPES[source.entry.dtype], (count,), load))
@@ -209,14 +209,14 @@ def write(plan: SavePlan) -> int:
     metadata = {name: str(value) for name, value in plan.rank_manifest["origin"].items()}
     contents: dict[str, Iterable[bytes | memoryview]] = {}
     for index, batch in enumerate(split_files(plan.tensors)):
-        name = f"rank{plan.rank}-{index}.safetensors" if index else f"rank{plan.rank}.safetensors"
+        name = f"rank{plan.place}-{index}.safetensors" if index else f"rank{plan.place}.safetensors"
         contents[name] = file_parts(batch, metadata)
     contents |= {name: [text] for name, text in plan.texts.items()}
     with explain_out_of_memory(plan.world, f"saving {plan.manifest.tag}"):
         for name, parts in contents.items():
             with explain_disk_errors(plan.staging / name, plan.nbytes):
                 files[name] = write_file(plan.staging / name, parts)
-        name = rank_manifest_name(plan.rank)
+        name = rank_manifest_name(plan.place)
         text = seal_record({**plan.rank_manifest, "files": {file: asdict(entry) for file, entry in files.items()}})
         with explain_disk_errors(plan.staging / name, len(text)):
             write_file(plan.staging / name, [text])
@@ -244,7 +244,10 @@ def commit(plan: SavePlan) -> int:
             write_file(plan.staging / MANIFEST, [data])  # the last file written
         commit_tag(plan.staging, root, tag, plan.latest)
         plan.lineage.parent = made
-        delete_old_tags(root, plan.keep, made)
+        try:
+            delete_old_tags(root, plan.keep, made)
+        except (CheckpointError, StorageError) as error:  # this save is complete
+            print_to_stderr(f"warning: {tag} is saved; older tags that --keep-last would delete are left: {error}")
     plan.staging_lock.close()
     return len(data)
 
@@ -272,7 +275,7 @@ class AsyncSaver:
     def __init__(self, world: Group, before_collective: Callable[[str], None] = lambda where: None,
                  owner: str = "") -> None:
         """`before_collective` is called with a description before ranks communicate. `owner` identifies the engine
-        whose saves these are, equal on all ranks; not the run id, which a resumed engine shares."""
+        whose saves these are, equal on all ranks: its first run id, since a resumed engine takes over another one."""
         self.world, self.owner, self._before_collective, self._pid = world, owner, before_collective, os.getpid()
         self.plan: SavePlan | None = None  # the save in progress: None on all ranks or on none
         self._phase: Callable[[SavePlan], int] = write  # the one that runs
@@ -293,10 +296,10 @@ class AsyncSaver:
         for item, size in zip(items, sizes, strict=True):
             copy = self._copies[start:start + item.nbytes].view(item.dtype).view(item.shape)
             copy.copy_(item.load().view(item.shape), non_blocking=True)
-            copies.append(replace(item, load=partial(torch.Tensor.detach, copy)))
+            copies.append(replace(item, load=lambda copy=copy: copy))
             start += size
         if on_cuda:
-            torch.cuda.current_stream().synchronize()  # one wait for all copies
+            torch.cuda.current_stream().synchronize()  # the copies (each `load` has waited for its finiteness)
         return copies
 
     def finish_earlier_saves(self, root: Path) -> None:
@@ -328,7 +331,7 @@ class AsyncSaver:
                 atexit.register(saver._finish_at_exit)
 
     def start(self, plan: SavePlan, phase: Callable[[SavePlan], int] = write) -> None:
-        """Run the phase, and later the next, in a thread."""
+        """Run the phase in a thread; `_advance` starts the next."""
         job = Future[int]()
 
         def work() -> None:
@@ -392,13 +395,13 @@ class AsyncSaver:
         return plan
 
     def abandon(self) -> bool:
-        """Abandon the pending save; older tags stay the newest. A commit in progress is waited for: returns whether it
-        completed. No communication."""
+        """Abandon the pending save. Returns whether its commit, if that was in progress, has completed: it is waited
+        for; otherwise older tags stay the newest. No communication."""
         if self.plan is None:
             return False
         plan = self._take_plan()
         self._job.add_done_callback(lambda job: plan.staging_lock.close())  # locked until the job ends
-        return self._phase is commit and self._job.exception() is None
+        return self._phase is commit and self._job.exception() is None  # waits for the job
 
     def _finish_at_exit(self) -> None:
         if os.getpid() != self._pid:  # in a forked child

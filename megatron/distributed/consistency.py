@@ -24,7 +24,7 @@ from mpu.split import ParallelError
 
 T = TypeVar("T")
 
-# Error classes by name that ranks share: every class with an exit code in errors.exit_code.
+# Error classes by name that ranks share; an error of a subclass is shared as its base class.
 _SHARED_ERRORS: dict[str, type[Exception]] = {cls.__name__: cls for cls in (
     CheckpointError, ConfigError, RankOutOfMemory, NumericsError, PeerError, StorageError, DataError, UsageError,
     StorageFault, ParallelError)}
@@ -47,9 +47,9 @@ def all_succeed_or_raise(action: Callable[[], T], world: Group) -> T:
 def _raise_first_failure(first: float, failure: Exception | None, world: Group) -> None:
     """Raise the error of rank `first` on every rank (collective); `first` is world.size if every rank has succeeded."""
     if first < world.size:
-        report = None if failure is None else {"error": type(failure).__name__, "message": str(failure)}
-        shared = broadcast_json(report, world, int(first))
-        raise _SHARED_ERRORS.get(shared["error"], PeerError)(shared["message"]) from failure
+        name = next((cls.__name__ for cls in type(failure).__mro__ if cls.__name__ in _SHARED_ERRORS), "PeerError")
+        shared = broadcast_json({"error": name, "message": str(failure)}, world, int(first))
+        raise _SHARED_ERRORS[shared["error"]](shared["message"]) from failure
 
 
 def on_rank_0(action: Callable[[], Any], world: Group) -> Any:

@@ -145,6 +145,7 @@ class FSDPRoot(PassCoordinator):
     # ---- forward ------------------------------------------------------------------------------------------------
 
     def _begin_forward(self) -> None:
+        self.check_not_interrupted()
         self.running_units.clear()  # left by a forward that raised
         if self.full_params_holder is not None:
             raise ConfigError(
@@ -271,15 +272,15 @@ class FSDPRoot(PassCoordinator):
                     if self.dp.rank == 0:
                         print("fp16: a gradient overflowed, and what was accumulated is dropped; the loss scale is now "
                               f"{self.loss_scaler.scale:g}", file=sys.stderr)
+            self.end_backward(retain_graph=False)
+            self.reshard_model()
+            if on_accelerator(self.device):  # free buffers for the next forward
+                self.buffer_pool.clear()
+            for views, indices in zip(self._grad_views, reached, strict=True):
+                views.set_param_grads(indices)
         except BaseException as error:
             self.fail_backward(error)
             raise
-        self.end_backward(retain_graph=False)
-        self.reshard_model()
-        if on_accelerator(self.device):  # free buffers for the next forward
-            self.buffer_pool.clear()
-        for views, indices in zip(self._grad_views, reached, strict=True):
-            views.set_param_grads(indices)
 
     def _compare_backwards(self, reached: ReachedParams, overflows: Sequence[Tensor]) -> tuple[ReachedParams, bool]:
         """(parameters that some rank reached, whether a gradient overflowed on some rank). `overflows` are this rank's
@@ -319,12 +320,13 @@ class FSDPRoot(PassCoordinator):
 
 
 def reshard_models_with(parameters: Iterable[Tensor]) -> None:
-    """Reshard the models that have one of these parameters. A forward with gradients leaves the outermost module
-    gathered for its backward; if an optimizer step or clipping comes first, it needs shards."""
+    """Reshard the models that have one of these parameters, for an optimizer step or clipping: a forward with gradients
+    leaves the outermost module gathered for its backward. Raises ConfigError after an interrupted backward."""
     wanted = {id(one) for one in parameters} if _ALL_ROOTS else set()
     for root in list(_ALL_ROOTS):
-        if root.gathered_numel and any(
+        if (root.gathered_numel or root.is_interrupted) and any(
                 id(one) in wanted for bucket in root.buckets for one in bucket.parameters):
+            root.check_not_interrupted()
             root.reshard_between_passes()
 
 

@@ -109,7 +109,9 @@ class RequestQueue:
         self.requests: Counter[tuple[str, int]] = Counter()
         self.request_seconds = 0.0
         self._prompt_tokens = self._generated_tokens = self._texts_dropped = 0
-        self._condition = threading.Condition()  # guards the attributes below, which both threads use
+        # Guards the attributes below, which both threads use. `_active` is changed by the clients' thread alone; the
+        # model's thread only asks whether it is empty.
+        self._condition = threading.Condition()
         self._to_start: deque[Request] = deque()
         self._to_cancel: set[int] = set()
         self.is_closed = False
@@ -205,7 +207,8 @@ class RequestQueue:
                 ("request_seconds_total", "counter", self.request_seconds, "Time that requests took, added up."),
                 ("prompt_tokens_total", "counter", self._prompt_tokens, "Tokens of prompts."),
                 ("generated_tokens_total", "counter", self._generated_tokens, "Tokens of texts."),
-                ("texts_dropped_total", "counter", self._texts_dropped, "Texts whose client left."),
+                ("texts_dropped_total", "counter", self._texts_dropped,
+                 "Texts that ended early: their client left, or the output was not finite."),
                 ("texts_running", "gauge", running, "Texts that have a row of the model."),
                 ("texts_waiting", "gauge", len(self._active) - running, "Texts that wait for a row."),
                 ("connections", "gauge", connections, "Open connections."),

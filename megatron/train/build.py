@@ -71,7 +71,7 @@ def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     return opened
 
 
-def seed_everything(train: TrainConfig, groups: Groups, device: torch.device) -> None:
+def seed_everything(train: TrainConfig, groups: Groups) -> None:
     """Seed all generators. Dropout is equal within a tensor parallel group and differs over data parallel ranks."""
     random.seed(train.seed)
     np.random.seed(train.seed % 2**32)

@@ -1,6 +1,6 @@
 """The training loop: batches in, weights and metrics out. All parts are built before it starts (pretrain_gpt2.py).
 
-`TrainState` is what a checkpoint restores of the loop; all other state belongs to the engine and the random generators.
+`TrainState` is the loop's own state in a checkpoint (megatron/train/resume.py); the rest belongs to the engine.
 """
 
 from __future__ import annotations
@@ -199,13 +199,13 @@ class Trainer:
             if not run.pending_logs and is_deferred:  # no later step has raised the newest one's error yet
                 self.engine.finish_step()
             self.stop.mark_started()  # all ranks have completed a step
+            if step.iteration == run.first_iteration + 1:  # end of the start-up timeout
+                set_timeout(self.engine.groups,
+                            timedelta(seconds=self.config.parallel.distributed_timeout_seconds))
             loss_sum, *request_counts = step.report.extra_scalars
             requests = LoopRequests(*(count > 0 for count in request_counts))
             self.log.step(self._metrics(step, loss_sum))
         run.requests = requests
-        # the first step has completed on all ranks: end of the start-up timeout
-        if iteration - len(run.pending_logs) == run.first_iteration + 1:
-            set_timeout(self.engine.groups, timedelta(seconds=self.config.parallel.distributed_timeout_seconds))
 
     def _evaluate_if_due(self, run: RunProgress) -> None:
         train, state = self.config.train, run.state

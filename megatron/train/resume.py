@@ -1,7 +1,7 @@
 """Save and resume a pretraining run: which settings must match the checkpoint, which may differ, and what is reported.
 
-The engine saves and restores itself (megatron/zero/api); the loop's own state travels as client state: position in the
-data, fingerprint of the data, and the learning rate schedule.
+The engine saves and restores itself (megatron/zero/api). Its client state carries what is the run's: the loop's
+`TrainState`, the learning rate schedule, and fingerprints of the data and the tokenizer.
 """
 
 from __future__ import annotations
@@ -302,6 +302,11 @@ def _change_notes(engine: Engine, checkpoint: Checkpoint, config: Config, saved_
         resharded.append(f"the loss scale starts again at {engine.cur_scale:g}")
     if resharded:
         notes.append(f" resharded: {', '.join(resharded)}")
+    train, batch = saved["train"], engine.train_batch_size()
+    saved_batch = train["global_batch_size"] or train["batch_size"] * checkpoint.layout["dp"]
+    if saved_batch != batch:
+        notes.append(f" warning: the global batch is {saved_batch} in the checkpoint, {batch} here: "
+                     f"--global-batch-size {saved_batch} keeps it")
 
     changes: list[tuple[str, Any, Any]] = []  # (field, in the checkpoint, here)
     for section, switch in (("layer_drop", "progressive_layer_drop"), ("quantize", "quantize_training")):

@@ -106,7 +106,7 @@ class PassCoordinator:
         self.weight_version = 0  # a backward of a forward with an older version is refused
         # Why this rank refuses the step that its last backward ended.
         self.unused_param_error: str | None = None
-        self._is_interrupted, self._failed_backward_count = False, 0
+        self.is_interrupted, self._failed_backward_count = False, 0
         # gathers
         self._states = dict.fromkeys(units, UnitState.UNUSED)
         self.gathered_numel = self._gather_digest = 0
@@ -183,7 +183,7 @@ class PassCoordinator:
         try:
             self.record_interruption(error)
             self._log.raise_root_cause(error)
-            if not self._is_interrupted:  # discard all gradients of the step, which are incomplete
+            if not self.is_interrupted:  # discard all gradients of the step, which are incomplete
                 self._failed_backward_count += 1
                 self._live_calls.clear()  # their graph is half used, though it may be alive
                 self.reshard_all()
@@ -207,11 +207,11 @@ class PassCoordinator:
         """`error` ended a backward or a step. After Ctrl-C the other ranks may be anywhere: do not wait for them, and
         refuse later calls."""
         if not isinstance(error, Exception) and not self._is_single_rank:
-            self._is_interrupted = True
+            self.is_interrupted = True
             self._log.record_collective(INTERRUPTED)
 
     def check_not_interrupted(self) -> None:
-        if self._is_interrupted:
+        if self.is_interrupted:
             raise ConfigError("an earlier backward or step was interrupted half way, and the ranks no longer exchange "
                               "the same gradients: end this run, and resume it from the last checkpoint")
 

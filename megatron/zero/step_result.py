@@ -54,7 +54,7 @@ class StepReport:
     norm: GradNorm  # names the first parameter whose gradient is not finite
     note: str | None  # what changes from this step on
     given_scalar_count: int  # how many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding
-    # Why the step was skipped, if that is unusual. Set by `finish_step`.
+    # Why the step was skipped, if that is unusual. Set by `StepResultReader.finish`.
     skip_warning: str | None = None
 
     def __post_init__(self) -> None:

@@ -170,8 +170,9 @@ def test_a_part_that_is_too_small_is_absent_with_a_note(folder: Path) -> None:
     book.write_text("It was a dark night.\n\n" * 50)
     data = opened(book, split="949,50,1")
     assert data.train is not None and data.valid is None and "1 document, 1,101 tokens" in data.notes[0]
-    assert data.notes[1] == (f"valid: --split 949,50,1 cuts between documents, and {book} is a single one: not used; "
-                             "give --valid-data, or a --document-separator")
+    assert data.notes[1] == (
+        f"valid: --split 949,50,1 divides between documents, and {book} is a single one: not used; give --valid-data "
+        "FILE, or --document-separator blank-line, which makes a document of each paragraph")
     assert opened(book, document_separator="blank-line").valid is not None
 
 

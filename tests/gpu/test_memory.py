@@ -35,7 +35,7 @@ def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], st
     on_gpu, grid = device.type == "cuda", groups.build(1)
     shape = SHAPE if on_gpu else SHAPE | SMALL
     config = build_config({**shape, **values, "zero_stage": stage, "compile": False})
-    seed_everything(config.train, grid, device)
+    seed_everything(config.train, grid)
     torch.randn(64, 64, device=device) @ torch.randn(64, 64, device=device)  # the work space of cuBLAS is not a tensor
     if on_gpu:
         gc.collect()  # an engine of another test would be counted, and then not

@@ -4,7 +4,7 @@ AutoTokenizer loads, or the reason why that is not possible.
     GPT-2's BPE      vocab.json and merges.txt
     bytes            tokenizer.json: byte-level BPE without merges
     characters       tokenizer.json: word level, one character per word
-    SentencePiece    tokenizer.json: BPE with byte fallback, if the model does not change the text; else tokenizer.model
+    SentencePiece    tokenizer.model and, if it does not change the text, tokenizer.json: BPE with byte fallback
 
 Encoding and decoding match ours; `<|endoftext|>` in a text is text. Exception: U+2581 is read as a space.
 """
@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from importlib import import_module
 from math import prod
@@ -155,12 +155,13 @@ def _sentencepiece_files(section: Mapping[str, Any], path: str | None, eod: int,
     names = [piece.piece for piece in pieces]
     vocabulary = {name: i for i, name in enumerate(names)}
     scores = {piece.piece: piece.score for piece in pieces if piece.type == kinds.NORMAL}
-    return _fast_tokenizer_files(
+    fast = _fast_tokenizer_files(
         {"type": "BPE", "vocab": vocabulary, "merges": _merges(vocabulary, scores),
          "byte_fallback": True, "unk_token": names[0], "fuse_unk": False}, eod, length,
         normalizer={"type": "Replace", "pattern": {"String": " "}, "content": SPACE},
         decoder={"type": "Sequence", "decoders": [{"type": "Replace", "pattern": {"String": SPACE}, "content": " "},
                                                   {"type": "ByteFallback"}, {"type": "Fuse"}]})
+    return replace(fast, files={**fast.files, "tokenizer.model": proto})  # which --load-hf reads
 
 
 def _merges(vocabulary: Mapping[str, int], scores: Mapping[str, float]) -> list[list[str]]:

@@ -201,7 +201,8 @@ class Engine:
         self._report_last_step()
 
     def _report_last_step(self) -> None:
-        """Undo the scheduler step of a skipped step, print its warning, and poll the background save. Local."""
+        """Undo the scheduler step of a skipped step, print its warning, and advance the background save. Collective if
+        that save is ready for its next phase."""
         report, self._unreported_step = self._unreported_step, None
         if report is None:
             return

@@ -195,6 +195,14 @@ def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
     assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
 
 
+def test_an_old_tag_that_cannot_be_deleted_does_not_fail_the_save(tmp_path: Path) -> None:
+    save_solo(tmp_path, 1)
+    with mock.patch.object(commit, "discard_folder", side_effect=StorageError("busy")), printed() as lines:
+        save_solo(tmp_path, 2, keep=Keep(last=1))
+    assert lines == ["warning: global_step2 is saved; older tags that --keep-last would delete are left: busy"]
+    assert tag_names(tmp_path) == ["global_step1", "global_step2"] and value(tmp_path, "global_step2") == 2
+
+
 def test_keep_last_counts_and_deletes_the_tags_of_its_own_run_only(tmp_path: Path) -> None:
     for step in (1, 2, 3, 50):
         save_solo(tmp_path, step, run="old")

@@ -17,6 +17,7 @@ from data.tokenizer import build, train_sentencepiece  # noqa: E402
 from megatron.checkpoint.cli import main  # noqa: E402
 from megatron.checkpoint.convert.export_huggingface import TokenizerFiles, build_tokenizer_files  # noqa: E402
 from megatron.config.cli import parse_args  # noqa: E402
+from megatron.config.hf_config import read_tokenizer_fields  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
 from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402
@@ -88,6 +89,10 @@ def test_transformers_encodes_and_decodes_as_the_run_did(kind: str, sentencepiec
     generator = random.Random(1)
     noise = ["".join(generator.choices("abc  \n12é<|>_日", k=60)) for _ in range(30)]
     check_same(theirs, ours, [*TEXTS, *noise, *markup(200), "a<0x0A><unk></s>", "<<<<<<<", "<" * 50 + ">" * 50])
+    again = read_tokenizer_fields(str(tmp_path))  # for --load-hf
+    if kind != "CharacterLevelTokenizer":  # its text is in no file that another program knows
+        assert build(kind, again.get("vocab_file"), again.get("merge_file"), again.get("tokenizer_path")
+                     ).fingerprint == ours.fingerprint and again["tokenizer_type"] == kind
 
 
 def test_a_tokenizer_that_cannot_be_exported_costs_one_line_and_not_the_model(tmp_path: Path) -> None:

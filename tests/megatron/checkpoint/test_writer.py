@@ -268,6 +268,10 @@ ERRORS: list[type[Exception]] = [CheckpointError, ConfigError, DataError, RankOu
                                  StorageError, StorageFault, UsageError]
 
 
+class DerivedError(ConfigError):
+    """Shared as its base class."""
+
+
 def raised(action: Callable[[], object]) -> tuple[str, str, int | None]:
     try:
         action()
@@ -284,12 +288,13 @@ def fails(rank: int, kind: type[Exception]) -> int:
 
 def every_kind(rank: int, world: int) -> list[tuple[str, str, int | None]]:
     group = build(1).world
-    return [raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group)) for kind in ERRORS]
+    return [raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group))
+            for kind in (*ERRORS, DerivedError)]
 
 
 def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all() -> None:
     assert CODES_BY_NAME.keys() <= {kind.__name__ for kind in ERRORS}
-    expected = [(kind.__name__, "rank 1 cannot", exit_code(kind())) for kind in ERRORS]
+    expected = [(kind.__name__, "rank 1 cannot", exit_code(kind())) for kind in (*ERRORS, ConfigError)]
     assert run_ranks(every_kind, 3) == [expected] * 3
 
 

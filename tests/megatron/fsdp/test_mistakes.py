@@ -5,6 +5,7 @@ from __future__ import annotations
 import pickle
 import re
 from collections.abc import Callable
+from contextlib import suppress
 from copy import deepcopy
 from functools import partial
 from types import MethodType
@@ -20,6 +21,7 @@ from megatron.distributed import watchdog
 from megatron.errors import ConfigError, TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, checkpoint_wrapper, clip_grad_norm_, fully_shard,
                            summon_full_params)
+from megatron.fsdp.root import FSDPRoot
 from megatron.fsdp.sharded_tensor import ShardedParam, UnreducedGrad, local_tensor
 from tests.distributed import on_ranks
 from tests.megatron.fsdp.loops import CLIP, adamw, around, batch, by_ddp, train, whole
@@ -580,3 +582,16 @@ def test_a_block_left_out_of_a_backward_without_sync_keeps_its_reduced_gradients
     model(torch.ones(2, 6), both=False).backward()
     assert isinstance(model.first.weight.grad, UnreducedGrad)
     assert torch.equal(before, local_tensor(model.second.weight.grad))
+
+
+@on_ranks(2)
+def test_no_step_or_forward_follows_a_backward_that_one_rank_interrupted_at_its_end(rank: int, world: int) -> None:
+    for part in ("end_backward", "reshard_model", "_compare_backwards"):
+        model: Any = around(Net(), "nested")
+        optimizer = adamw(model)
+        loss = model(batch(rank, 0)).square().mean()
+        with patch.object(FSDPRoot, part, side_effect=KeyboardInterrupt), suppress(KeyboardInterrupt):
+            loss.backward()
+        for go_on in (optimizer.step, lambda: model(batch(rank, 1))):
+            with pytest.raises(ConfigError, match="an earlier backward or step was interrupted half way"):
+                go_on()

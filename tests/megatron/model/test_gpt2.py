@@ -97,7 +97,7 @@ def dropout_masks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
     from megatron.train.build import seed_everything
 
     groups = build(2)
-    seed_everything(TrainConfig(), groups, torch.device("cpu"))
+    seed_everything(TrainConfig(), groups)
     model = GPT2(tiny_model(hidden_dropout=0.5, attention_dropout=0.5), groups.tp)
     seen: list[torch.Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach() == 0))

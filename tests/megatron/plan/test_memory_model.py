@@ -63,7 +63,7 @@ def peaks(rank: int, world: int, runs: list[dict[str, Any]]) -> list[tuple[int, 
     for values in runs:
         config = build_config(described({**values, "world": world}))
         grid = groups.build(config.parallel.model_parallel_size)
-        seed_everything(config.train, grid, CPU)
+        seed_everything(config.train, grid)
         with LiveBytes() as live:
             engine = build_engine(config, build_model(config, grid), grid, CPU).core
             building = live.peak

@@ -48,7 +48,7 @@ def gradients(tp: int, chunk: int | None, precision: str, accumulation: int = 1,
               switches: RecomputeConfig = RecomputeConfig()) -> Run:
     """Gradients after backward, every random stream after it, and how often blocks ran."""
     groups = build_groups(tp)
-    build.seed_everything(TrainConfig(seed=3), groups, torch.device("cpu"))
+    build.seed_everything(TrainConfig(seed=3), groups)
     model = GPT2(tiny_model(num_layers=LAYERS, attention_dropout=0.1, hidden_dropout=0.1), groups.tp)
     if chunk is not None:
         model.run_blocks = recompute.in_chunks(chunk, Recomputation(switches, groups.tp).checkpoint)

@@ -74,7 +74,7 @@ def test_the_line_says_what_was_chosen(complete: None) -> None:
 def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
     """Loss and gradient norm of each step."""
     chosen, groups = config(**values), Groups()
-    build.seed_everything(chosen.train, groups, CPU)
+    build.seed_everything(chosen.train, groups)
     engine = build.engine(chosen, build.model(chosen, groups), groups, CPU)
     rows = torch.randint(0, 60, (2, 17), generator=torch.Generator().manual_seed(1))
     found = []

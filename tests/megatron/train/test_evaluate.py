@@ -78,7 +78,7 @@ def tiny_engine() -> Engine:
     config = parse_args([*TINY, "--mock-data"])
     config = build.with_vocab_size(config, build.tokenizer(config))
     groups = build_groups(1)
-    build.seed_everything(config.train, groups, torch.device("cpu"))
+    build.seed_everything(config.train, groups)
     return build.engine(config, build.model(config, groups), groups, torch.device("cpu"))
 
 

@@ -13,6 +13,7 @@ from collections.abc import Callable
 from itertools import product
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -26,6 +27,7 @@ from megatron.train.processor import cpu_flags, has_native_products, precision_n
 from tests.distributed import run_ranks
 from tests.megatron.helpers import ROOT, TINY, steps, train
 from tests.megatron.launch.processes import python
+from tests.wires import accelerator_side
 
 
 def test_garbage_is_looked_for_at_the_interval_and_at_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -111,6 +113,14 @@ def test_a_rank_that_is_late_at_the_start_and_to_the_first_step_is_waited_for(tm
 def test_a_rank_that_is_late_to_a_later_step_is_not(tmp_path: Path) -> None:
     assert run_ranks(gives_up, 2, tmp_path, 2, "the other to give up") == [True, True]
     assert len(steps(tmp_path / "metrics")) == 2
+
+
+@pytest.mark.parametrize("save_interval", [0, 1, 2, 3])
+def test_the_start_up_timeout_ends_after_the_first_step(tmp_path: Path, save_interval: int) -> None:
+    """On an accelerator too, where two steps may be processed at once."""
+    with accelerator_side(True), patch("megatron.train.loop.set_timeout") as ends:
+        train([*TINY, "--mock-data", "--train-iters", 4, "--save", tmp_path, "--save-interval", save_interval])
+    assert ends.call_count == 1
 
 
 def warnings(said: str) -> list[str]:

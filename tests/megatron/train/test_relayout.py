@@ -157,3 +157,11 @@ def test_a_16_bit_tag_goes_on_on_the_other_kind_of_device_and_one_line_says_what
     assert [step["loss_scale"] for step in found] == [step["loss_scale"] for step in expected]
     # 16-bit weights of three steps, rounded elsewhere.
     assert [step["lm_loss"] for step in found] == pytest.approx([step["lm_loss"] for step in expected], abs=2e-3)
+
+
+def test_a_resume_warns_of_another_global_batch(tmp_path: Path) -> None:
+    common = [*TINY, "--mock-data", "--save", tmp_path, "--load", tmp_path, "--lr-decay-iters", 9]
+    train([*common, "--train-iters", 1, "--batch-size", 4])
+    warning = " warning: the global batch is 4 in the checkpoint, 2 here: --global-batch-size 4 keeps it"
+    assert warning in train([*common, "--train-iters", 2, "--batch-size", 2])
+    assert "the global batch" not in train([*common, "--train-iters", 3, "--batch-size", 1, "--global-batch-size", 2])

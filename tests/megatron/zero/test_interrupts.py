@@ -1,15 +1,18 @@
-"""Ctrl-C at a line of a forward, a backward or a step: what follows is right, or refused."""
+"""Ctrl-C at a line of a forward, a backward or a step, or in a load: what follows is right, or refused."""
 
 from __future__ import annotations
 
 import sys
+from pathlib import Path
 from types import FrameType
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from megatron.errors import ConfigError
+from megatron.zero.api import checkpoint_io
 from megatron.zero.api.engine import Engine
 from tests.megatron.helpers import ROOT
 from tests.megatron.zero.small import engine_of, rows, whole
@@ -87,3 +90,17 @@ def test_what_follows_ctrl_c_is_right_or_refused(stage: int, section: dict[str, 
             assert "an earlier step ended half way" in str(error), (line, error)
         else:
             assert torch.equal(whole(engine), whole(plain)) and engine.global_steps == 3, line
+
+
+@pytest.mark.parametrize("part", ["load_buffers", "restore_param_groups"])
+def test_ctrl_c_in_a_load_leaves_an_engine_that_only_loads(tmp_path: Path, part: str) -> None:
+    engine = engine_of(2, precision="bf16")
+    train(engine, 1)
+    engine.save_checkpoint(tmp_path)
+    with pytest.raises(KeyboardInterrupt), patch.object(checkpoint_io, part, side_effect=KeyboardInterrupt):
+        engine.load_checkpoint(tmp_path)
+    with pytest.raises(ConfigError, match="an earlier load ended half way"):
+        train(engine, 2)
+    engine.load_checkpoint(tmp_path)
+    train(engine, 2)
+    assert engine.global_steps == 2
