@@ -6,7 +6,8 @@
 #   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
 #   RUNS                                                    where runs are kept (the repository's runs/; of an installation, runs/ here)
 #
-# The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win. With --dry-run
+# The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win. With --config FILE
+# among them the file is the recipe, and the script adds neither model, corpus nor folders. With --dry-run
 # among them the scripts only print the plan of the run on GPUs, whether there are any here or not.
 
 HELP=""
@@ -29,8 +30,9 @@ if [[ -n "$HELP" && "$HELP" != --help?all && -n "$HELP_OF" ]]; then PROGRAM=(-m 
 RUNS="${RUNS:-${LAUNCHER_VARIABLES:-$PWD}/runs}"
 NNODES="${NNODES:-1}" NODE_RANK="${NODE_RANK:-0}" MASTER_ADDR="${MASTER_ADDR:-localhost}" MASTER_PORT="${MASTER_PORT:-6000}"
 
-DRY_RUN=""
+DRY_RUN="" CONFIG_FILE=""
 if given --dry-run "$@"; then DRY_RUN=yes; fi
+if given --config "$@"; then CONFIG_FILE=yes; fi  # it has the whole recipe: preset, corpus, batch, where to save
 
 # Sets GPUS, how many torch can use, and GPU_BYTES, the memory of the first. Asks torch (seconds) once, and only where
 # the driver's tool says that there is one. (`read` and not `timeout`: a process that hangs in the driver cannot be
@@ -72,7 +74,9 @@ choose_ranks() {
         GPUS_PER_NODE="${GPUS_PER_NODE:-2}"
     fi
     [[ "$GPUS_PER_NODE" =~ ^[1-9][0-9]*$ ]] || fail "GPUS_PER_NODE is '$GPUS_PER_NODE'; expected a number, 1 or more"
-    if [[ -n "$DRY_RUN" ]]; then
+    if [[ -n "$CONFIG_FILE" ]]; then
+        say "$GPUS_PER_NODE $DEVICE rank(s), with the settings of --config"
+    elif [[ -n "$DRY_RUN" ]]; then
         PRESET="${PRESET:-124M}"
         say "dry run: the $PRESET model, $((GPUS_PER_NODE * NNODES)) rank(s)"
     elif [[ $DEVICE == gpu ]]; then
@@ -145,7 +149,7 @@ sys.exit(not all(card["fits"] for row in rows if row["chosen"] for card in row["
 
 plan_only() {  # ARGUMENTS...: print the plan. Does not return
     # The tokenizer of the default corpus is not made for this.
-    if [[ "$PRESET" == small ]] && ! given --tokenizer-path "$@"; then FLAGS+=(--vocab-size 8192); fi
+    if [[ "${PRESET:-}" == small ]] && ! given --tokenizer-path "$@"; then FLAGS+=(--vocab-size 8192); fi
     PYTHONPATH="$(with_sources)"
     export PYTHONPATH
     exec "$PYTHON" -P "${PROGRAM[@]}" "${FLAGS[@]}" --ranks $((GPUS_PER_NODE * NNODES)) \
@@ -154,16 +158,19 @@ plan_only() {  # ARGUMENTS...: print the plan. Does not return
 
 # pretrain NAME [arguments...]: train into RUNS/NAME/PRESET, or go on from what is there. Does not return.
 pretrain() {
-    local folder="$RUNS/$1/$PRESET"
+    local folder="$RUNS/$1/${PRESET:-}"
     shift
-    add_recipe "$@"
+    [[ -n "$CONFIG_FILE" ]] || add_recipe "$@"
     [[ -z "$DRY_RUN" ]] || plan_only "$@"
-    add_corpus "$@"
-    mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
-    FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"
-            --data-cache-path "$RUNS/cache")
+    if [[ -z "$CONFIG_FILE" ]]; then
+        add_corpus "$@"
+        mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
+        FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"
+                --data-cache-path "$RUNS/cache")
+    fi
     PYTHONPATH="$(with_sources)"
     export PYTHONPATH
+    if given --print-config "$@"; then exec "$PYTHON" -P "${PROGRAM[@]}" "${FLAGS[@]}" "$@"; fi  # once, not on every rank
     exec "$PYTHON" -P -m megatron.launch --nproc-per-node "$GPUS_PER_NODE" --nnodes "$NNODES" --node-rank "$NODE_RANK" \
         --master-addr "$MASTER_ADDR" --master-port "$MASTER_PORT" "${PROGRAM[@]}" "${FLAGS[@]}" "$@"
 }

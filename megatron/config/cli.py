@@ -1,7 +1,7 @@
 """Parse the command line into a Config: every flag is a field, and one walk over the words reads them.
 
-Precedence: explicit flags and the keys of `--deepspeed-config` (which must agree), then the preset, then the field's
-default. Dashes and underscores in flag names are the same.
+Precedence: explicit flags, those of the file of `--config`, and the keys of `--deepspeed-config` (which must agree with
+both), then the preset, then the field's default. Dashes and underscores in flag names are the same.
 """
 
 from __future__ import annotations
@@ -18,11 +18,12 @@ from typing import Any, Literal, NamedTuple
 
 from data.cli import suggest_spelling
 from megatron.config import ds_json
+from megatron.config.config_file import FORMATS, config_as_text, read_config_file
 from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, help_text
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, SettingError, flag_name,
-                                    setting_of)
+from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, SettingError,
+                                    error_sentences, flag_name, setting_of)
 from megatron.config.tree import FIELDS, PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -43,7 +44,10 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
     errors = ErrorCollector()
     command_line = CommandLine(deque(argv), errors, other_options)
     values = command_line.read()
+    file_values = _read_config_file(values.pop("config"), errors, command_line.notes) if "config" in values else {}
+    values = {**file_values, **values}
     errors.raise_if_any()
+    print_format = values.pop("print_config", None)
     preset = PRESETS[values.pop("preset")] if "preset" in values else {}
     folder = values.get("load_hf")
     if folder is not None and ("load" not in values or Path(folder).exists()):  # gone: the run resumes
@@ -69,8 +73,29 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
         errors.add_errors(run_errors(config))
         errors.raise_if_any()
     given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
-    unread = (f" note: {line}" for line in unused_settings(config, values, given_fields))
+    if print_format is not None:
+        config.check_world(world_size)
+        print(config_as_text(config, print_format), flush=True)
+        sys.exit(0)
+    # A file may write defaults out, as --print-config does.
+    candidates = [name for name in values if name not in file_values or values[name] != FIELDS[name].default]
+    unread = (f" note: {line}" for line in unused_settings(config, candidates, given_fields))
     return replace(config, notes=(*command_line.notes, *unread, *config.notes))
+
+
+def _read_config_file(path: str, errors: ErrorList, notes: list[str]) -> dict[str, Any]:
+    """Field -> value, from the file of `--config`. Its errors and notes begin with its name."""
+    found = ErrorList()
+    values = dict[str, Any]()
+    try:
+        known = {*known_flags(), *(f"--{name}" for name in FOREIGN_FLAGS)} - {"--config", "--print-config", "--dry-run"}
+        words = CommandLine(deque(read_config_file(path, known)), found)
+        values = words.read()
+        notes += words.notes
+    except ConfigError as error:
+        found += error_sentences(error)
+    errors += [f"{path}: {error}" for error in found]
+    return values
 
 
 def is_dry_run(argv: Sequence[str]) -> bool:
@@ -93,6 +118,7 @@ def known_flags() -> dict[str, Flag]:
     """Each name of each flag."""
     flags = {"--preset": Flag("preset", tuple(PRESETS)), "--dry-run": Flag("dry_run", bool, True),
              "--use-distributed-optimizer": Flag("zero_stage", int, 1)}
+    flags |= {"--config": Flag("config", str), "--print-config": Flag("print_config", FORMATS)}
     declared: list[tuple[Any, ...]] = [
         ("deepspeed", bool, "deepscale"), ("deepspeed_config", str, "deepscale-config"),
         ("cpu_optimizer", bool, "optimizer-cpu-offload"),

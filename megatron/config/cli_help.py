@@ -125,22 +125,29 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "tensorboard-log-interval": ("leave it out: every step is written", "1")})
 PLANNER_FLAGS = FOREIGN_FLAGS | _by_name({_RANKS: "use --ranks N, the ranks of the whole run"})  # and the tuner's
 
-WIDTH, COLUMN = 100, 34
+WIDTH, COLUMN = 80, 30
 
 EXAMPLES = """\
-Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a run on two GPUs:
+Pretrain a GPT-2 with tensor and ZeRO data parallelism. A trial without data, a
+run on two GPUs:
 
   {program} --preset tiny --mock-data --train-iters 50
-  {launch} --preset 124M --bf16 \\
-      --zero-stage 2 --train-data corpus.jsonl --save runs/gpt2 --load runs/gpt2
+  {launch} \\
+      --preset 124M --bf16 --zero-stage 2 --train-data corpus.jsonl \\
+      --save runs/gpt2 --load runs/gpt2
 """
 COMMON_FLAGS = {
+    "--config FILE": "YAML or TOML file with flags of the run, such as `lr: 6e-4` (configs/); flags that are given "
+    "win",
     "--preset NAME": f"model shape: {', '.join(PRESETS)}; other flags win",
     "--deepspeed-config FILE": "DeepSpeed's JSON file (docs/ds_config.md); flags that are given must agree with it"}
-RARE_FLAGS = {"--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the "
-              "options of `python -m megatron.plan` as well", "--[no-]cpu-optimizer": "accepted for old scripts: "
-              "--offload-optimizer-device cpu, unless the JSON file says nvme [also --optimizer-cpu-offload]",
-              "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
+RARE_FLAGS = {
+    "--print-config FORMAT": "print every setting of this run as a file for --config, and leave; one of yaml, toml",
+    "--dry-run": "print the plan of the run (memory, traffic, what is in its way) and leave; takes the options of "
+    "`python -m megatron.plan` as well",
+    "--[no-]cpu-optimizer": "accepted for old scripts: --offload-optimizer-device cpu, unless the JSON file says nvme "
+    "[also --optimizer-cpu-offload]",
+    "--[no-]deepspeed": "accepted for old scripts: there is one engine"}
 
 
 def command_parser(module: str, description: str, examples: str = "", **more: Any) -> StrictArgumentParser:

@@ -129,8 +129,8 @@ class OptimConfig(ConfigSection):
         json=JsonKey("optimizer.params.freeze_step", COUNT, is_independent=False))
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
-    clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off",
-                               "grad-clip", "max-grad-norm", json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0)
+    clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off", "grad-clip", "max-grad-norm",
+                               json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0, common=True)
 
     def check(self, errors: ErrorList) -> None:
         freeze, optimizer = self.onebit_freeze_step, self.optimizer
@@ -233,13 +233,13 @@ class ScheduleConfig(ConfigSection):
         JsonKey("scheduler.params.warmup_max_lr", NUMBER,
                 help="of `WarmupLR` and `WarmupDecayLR`; the peak of `WarmupCosineLR` is the optimizer's `lr`"),
         _scheduler_key("cycle_max_lr", NUMBER, "", "of `OneCycle`")))
-    min_lr: float = setting(0.0, "learning rate at the end of the decay", ge=0, json=(
+    min_lr: float = setting(0.0, "learning rate at the end of the decay", ge=0, common=True, json=(
         _scheduler_key("cos_min_ratio", FRACTION, "0.0001", "of `WarmupCosineLR`, as a share of the peak"),
         _scheduler_key("cycle_min_lr", NUMBER, "", "of `OneCycle`"),
         _scheduler_key("lr_range_test_min_lr", NUMBER, "0.001", "of `LRRangeTest`: the first rate")))
     lr_decay_style: Literal[
         "constant", "linear", "cosine", "exponential", "inverse-square-root", "WSD", "one-cycle", "range-test",
-        "range-test-stairs"] = setting("cosine", "shape of the decay", json=(
+        "range-test-stairs"] = setting("cosine", "shape of the decay", common=True, json=(
             JsonKey("scheduler.type", one_of(*SCHEDULER_TYPES), is_independent=False, default="",
                     help="`WarmupLR`: constant; `WarmupDecayLR`: linear down to 0; `WarmupCosineLR`: cosine; "
                     "`OneCycle`: one-cycle; `LRRangeTest`: range-test"),

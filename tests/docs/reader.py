@@ -20,7 +20,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md")) + [ROOT / "README.md"]
 RUN = ("bash", "python")
-LANGUAGES = (*RUN, "text", "json", "mermaid")
+LANGUAGES = (*RUN, "text", "json", "yaml", "mermaid")
 
 _FENCE = re.compile(r"^(\s*)```\s*([\w+-]*)[ \t]*(.*)$")
 _MARKER = re.compile(r"<!--\s*docs-test:\s*(?:skip:?\s+(?P<skip>\S.*?)|needs\s+(?P<needs>[\w, ]+?))\s*-->")
@@ -59,7 +59,7 @@ def blocks(text: str) -> list[Block]:
                 raise PageError(f"line {line}: a text block is what a bash or python block before it prints; "
                                 "indent drawings and formulas instead")
             found[-1] = replace(found[-1], prints=body)
-        elif language in ("json", "mermaid") and not name:
+        elif language in ("json", "yaml", "mermaid") and not name:
             continue
         else:
             needs = tuple(re.findall(r"\w+", marker["needs"] or "")) if marker else ()

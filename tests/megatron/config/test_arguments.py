@@ -299,7 +299,7 @@ def test_no_foreign_flag_hides_one_of_ours_and_every_answer_names_flags_that_exi
 
 def test_help_is_one_screen_and_help_all_is_everything() -> None:
     first, rest = help_text(short=True), help_text(short=False)
-    assert len(first.splitlines()) <= 46 and max(map(len, first.splitlines())) <= 100
+    assert len(first.splitlines()) <= 64 and max(map(len, first.splitlines())) <= 80
     assert "python pretrain_gpt2.py --preset tiny --mock-data" in first and "megatron.launch" in first
     for text in (first, rest):
         assert "contigious" not in text
@@ -309,7 +309,7 @@ def test_help_is_one_screen_and_help_all_is_everything() -> None:
         for item in dataclasses.fields(section):
             flag = item.name.replace("_", "-")
             assert f"--{flag}" in rest or f"--[no-]{flag}" in rest, flag
-    assert max(map(len, rest.splitlines())) <= 100
+    assert max(map(len, rest.splitlines())) <= 80
 
 
 def test_help_and_version_leave_with_0(capsys: pytest.CaptureFixture[str]) -> None:
