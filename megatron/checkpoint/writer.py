@@ -296,7 +296,7 @@ class AsyncSaver:
         for item, size in zip(items, sizes, strict=True):
             copy = self._copies[start:start + item.nbytes].view(item.dtype).view(item.shape)
             copy.copy_(item.load().view(item.shape), non_blocking=True)
-            copies.append(replace(item, load=lambda copy=copy: copy))
+            copies.append(replace(item, load=partial(torch.Tensor.detach, copy)))
             start += size
         if on_cuda:
             torch.cuda.current_stream().synchronize()  # the copies (each `load` has waited for its finiteness)

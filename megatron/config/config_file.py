@@ -26,15 +26,13 @@ from megatron.errors import ConfigError
 FORMATS = ("yaml", "toml")
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """Refuses a name that is given twice, of which YAML would keep the last."""
-
-    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
-        names = [key.value for key, _ in node.value]
-        twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
-        if twice:
-            raise ConfigError(f"{', '.join(twice)} is given twice; keep one")
-        return super().construct_mapping(node, deep)
+def _parse_yaml(text: str) -> Any:
+    node = yaml.compose(text, yaml.SafeLoader)
+    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]  # of which YAML would keep the last
+    if twice:
+        raise ConfigError(f"{', '.join(twice)} is given twice; keep one")
+    return yaml.safe_load(text)
 
 
 def read_config_file(path: str, known: Collection[str]) -> list[str]:
@@ -45,7 +43,7 @@ def read_config_file(path: str, known: Collection[str]) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
     try:
-        settings = tomllib.loads(text) if Path(path).suffix == ".toml" else yaml.load(text, _YamlLoader) or {}
+        settings = tomllib.loads(text) if Path(path).suffix == ".toml" else _parse_yaml(text) or {}
     except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
         raise ConfigError(f"no valid {'TOML' if Path(path).suffix == '.toml' else 'YAML'}: "
                           f"{' '.join(str(error).split())}") from None
