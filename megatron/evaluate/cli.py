@@ -205,6 +205,9 @@ def format_json(values: Mapping[str, Any]) -> str:
 
 
 def format_table(values: Mapping[str, Any]) -> str:
+    if values["task"] == "perplexity":  # of any text: bits per byte say most, and the adjusted perplexity nothing
+        values = {"bits_per_byte": values["bits_per_byte"],
+                  **{name: value for name, value in values.items() if name != "adjusted_perplexity"}}
     shown = {**values, "tokenizer": "{name} {fingerprint} ({ids} ids)".format(**values["tokenizer"]),
              "seconds": f"{values['seconds']:.1f}"}
     for name, value in values.items():
