@@ -13,6 +13,7 @@ import shutil
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields, replace
+from itertools import groupby
 from pathlib import Path
 from typing import Any
 
@@ -208,10 +209,12 @@ def _time_record(run: PlannedRun, tflops: float | None) -> dict[str, float]:
 
 def format_table(requested: PlannedRun, machine: TargetMachine, report: dict[str, Any]) -> Iterator[str]:
     """`report` is that of build_report."""
+    yield _recommend(machine, report)
     yield from _describe_run(requested, machine, report)
     unit, name = unit_for(max(row["peak"]["total"] for row in report["rows"]))
     yield from ("", f"{name}: lasting state and peak of a rank; host memory and NVMe of a node; sent by a rank a step")
-    yield from align_columns([MEMORY_HEAD, *(_memory_cells(row, unit) for row in report["rows"])], left=(0, 1, 9))
+    cells = [_memory_cells(row, unit) for row in report["rows"]]
+    yield from align_columns([MEMORY_HEAD, *_fold_equal_rows(cells)], left=(0, 1, 9))
     places: dict[tuple[int, str], list[str]] = {}
     for row in report["left_out"]:
         places.setdefault((row["stage"], row["why"]), []).append(row["offload"])
@@ -219,16 +222,35 @@ def format_table(requested: PlannedRun, machine: TargetMachine, report: dict[str
     batch_size = requested.config.train.batch_size
     yield from ("", "largest --batch-size by GB of the card ("
                 f"{1 - USABLE_FRACTION:.0%} left for libraries; -: none; <: below {batch_size})")
-    largest = [(row, [entry["largest_micro_batch"] for entry in row["cards"].values()]) for row in report["rows"]]
-    yield from align_columns([[*CARDS_HEAD, *machine.cards], *(
-        [*row_label(row), *(f"{'<' * (count < batch_size)}{count}" if count else "-" for count in counts)]
-        for row, counts in largest)], left=(0, 1))
-    yield from ("", "cheapest way to fit each card")
-    none_fits = ("nothing at this --batch-size and --model-parallel-size: the least is "
-                 f"{format_bytes(report['smallest']['device'])}")
-    choices = report["cheapest"]
-    yield from align_columns([[f"  {card} GB", choices[card]["flags"] if choices[card] else none_fits]
-                              for card in machine.cards], left=(1,))
+    cells = [[*row_label(row), *(f"{'<' * (count < batch_size)}{count}" if count else "-" for count in
+                                 (entry["largest_micro_batch"] for entry in row["cards"].values()))]
+             for row in report["rows"]]
+    yield from align_columns([[*CARDS_HEAD, *machine.cards], *_fold_equal_rows(cells)], left=(0, 1))
+
+
+def _recommend(machine: TargetMachine, report: dict[str, Any]) -> str:
+    """The cheapest flags that fit, for each size of card."""
+    cards, choices, parts = sorted(machine.cards, key=float), report["cheapest"], []
+    for choice, group in groupby(cards, key=choices.get):
+        first, *others = group
+        size = f"{first} GB" if not others else (
+            f"{first} GB or more" if others[-1] == cards[-1] else f"{first} to {others[-1]} GB")
+        parts.append(f"{choice['flags']} on {size}" if choice else
+                     f"nothing on {size} at this --batch-size and --model-parallel-size, the least is "
+                     f"{format_bytes(report['smallest']['device'])}")
+    return f"recommended: {'; '.join(parts)}"
+
+
+def _fold_equal_rows(rows: Sequence[list[str]]) -> list[list[str]]:
+    """Neighbours of one offload and the same numbers are one row, of both stages."""
+    folded: list[list[str]] = []
+    for row in rows:
+        if folded and folded[-1][1:] == row[1:]:
+            mark = "*" if "*" in folded[-1][0] + row[0] else " "
+            folded[-1][0] = f"{mark} {folded[-1][0][2:]},{row[0][2:]}"
+        else:
+            folded.append(list(row))
+    return folded
 
 
 def unit_for(largest: int) -> tuple[int, str]:

@@ -326,7 +326,7 @@ def test_rank_0_prints_the_plan_of_the_ranks_that_would_run(monkeypatch, capsys,
     assert launched(monkeypatch, 0, *argv) == 0
     text = capsys.readouterr().out
     assert " on 8 ranks, 4 per node: tensor parallel 1, data parallel 8" in text
-    assert "\na node of 4 ranks needs " in text and "\n* 2     cpu " in text and "cheapest way" in text
+    assert "\na node of 4 ranks needs " in text and "\n* 2     cpu " in text and "\nrecommended: --zero" in text
     assert launched(monkeypatch, 1, *argv) == 0 and capsys.readouterr().out == ""
     assert launched(monkeypatch, 0, *argv, "--ranks", "2", "--tflops", "30", "--device", "cpu") == 0
     text = capsys.readouterr().out
@@ -359,3 +359,16 @@ def test_what_is_in_the_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyP
     assert [line for line in lines(*argv, per_node=2) if line.startswith("problem")] == [
         f"problem: a node needs {host} of memory, and this machine has 4.00 GiB",
         f"problem: a node needs {nvme} of NVMe, and {folder} has 1.00 GiB free"]
+
+
+def test_the_recommendation_names_ranges_of_cards_and_equal_rows_are_folded(capsys):
+    typed = "--preset 345M --bf16 --batch-size 16 --vocab-size 50257 --card-gb 1 6 8 12 16 24 40 80".split()
+    assert plan.print_plan(typed) == 0
+    first, *rest = capsys.readouterr().out.splitlines()
+    assert plan.print_plan([*typed, "--json"]) == 0
+    cheapest = json.loads(capsys.readouterr().out)["cheapest"]
+    assert first.startswith("recommended: nothing on 1 GB at this --batch-size") and first.endswith(" or more")
+    for choice in filter(None, cheapest.values()):
+        assert f"{choice['flags']} on " in first
+    assert any(row.startswith("* 0,1   none ") for row in rest)
+    assert not any(row.startswith("  1     none") for row in rest)
