@@ -190,20 +190,6 @@ def start(size: int) -> Cost:
     return cost
 
 
-def make_groups(size: int) -> tuple[float, int]:
-    """Seconds and calls of torch.distributed to make the groups of the last rank, on the fake backend."""
-    dist.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
-    made: list[object] = []
-    real = dist.new_group
-    try:
-        begin = time.perf_counter()
-        with mock.patch.object(dist, "new_group", lambda *given, **named: made.append(0) or real(*given, **named)):
-            groups.build(TP)
-        return time.perf_counter() - begin, len(made)
-    finally:
-        dist.destroy_process_group()
-
-
 def schedule(size: int) -> tuple[int, float]:
     """(calls of the engine's functions, seconds) of a micro-batch at stage 3, for rank 0 of a data parallel group."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())

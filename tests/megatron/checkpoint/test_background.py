@@ -75,7 +75,6 @@ def slow_writes(root: Path, seconds: float) -> Iterator[None]:
 
 
 def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhile(tmp_path: Path) -> None:
-    """Of tensors of any type and shape, twice: the host's copy is used again."""
     engine, told = engine_of(), list[Any]()
     for number in (1, 2):
         step(engine)
@@ -162,7 +161,6 @@ def test_one_that_is_abandoned_too_late_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_save_that_another_engine_left_under_way_comes_before_the_next_one(tmp_path: Path) -> None:
-    """An engine that a notebook dropped, and one that writes elsewhere."""
     dropped, elsewhere, engine = engine_of(), engine_of(), engine_of()
     dropped.save_checkpoint(tmp_path / "s", "first", in_background=True)
     with held_back(tmp_path / "other") as go:

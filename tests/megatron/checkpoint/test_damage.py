@@ -121,7 +121,6 @@ def mixes() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def test_no_mix_is_accepted(tags: dict[str, Path], tmp_path: Path) -> None:
-    """As copied, and with checksums that were made to fit."""
     tried, folder = 0, tmp_path / TAG
     for number, (other, files) in enumerate(mixes()):
         shutil.copytree(tags["ours"], folder)
@@ -196,7 +195,6 @@ def opened_in_its_own_folder(rank: int, world_size: int, folders: list[str]) -> 
 
 
 def test_ranks_that_find_other_checkpoints_under_one_name_load_none(tmp_path: Path) -> None:
-    """Each node with a disk of its own, and an older copy, or another run's, on one of them."""
     for name in ("a", "b"):
         save_grid(tmp_path / name, Grid(1, 2))
     shutil.copytree(tmp_path / "a", tmp_path / "copy")

@@ -1,4 +1,4 @@
-"""engine.save_checkpoint and load_checkpoint: `save_latest`, checkpoints of other programs, memory."""
+"""engine.save_checkpoint and load_checkpoint: buffers, memory."""
 
 from __future__ import annotations
 
@@ -20,37 +20,6 @@ from tests.distributed import run_ranks
 from tests.megatron.live_bytes import STEP, LiveBytes
 
 CONFIG = {"train_batch_size": 1, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}}}
-
-
-def engine() -> Engine:
-    torch.manual_seed(1)
-    made: Engine = zero.initialize(model=nn.Linear(3, 1), config=CONFIG)[0]
-    return made
-
-
-def steps(engine: Engine, count: int, value: float = 1.0) -> None:
-    for _ in range(count):
-        engine.backward(engine(torch.full((1, 3), value)).sum())
-        engine.step()
-
-
-def test_without_save_latest_a_tag_is_taken_only_by_name(tmp_path: Path) -> None:
-    run = engine()
-    for latest in (True, False):
-        steps(run, 1)
-        run.save_checkpoint(tmp_path, save_latest=latest)
-    assert engine().load_checkpoint(tmp_path)[0] == str(tmp_path / "global_step1")
-    assert engine().load_checkpoint(tmp_path, tag="global_step2")[0] == str(tmp_path / "global_step2")
-
-
-def test_a_deepspeed_checkpoint_is_an_error_that_names_it_and_an_empty_folder_is_not(tmp_path: Path) -> None:
-    (tmp_path / "old" / "global_step5").mkdir(parents=True)
-    (tmp_path / "old" / "global_step5" / "mp_rank_00_model_states.pt").touch()
-    (tmp_path / "old" / "latest").write_text("global_step5")
-    for tag in (None, "global_step5"):
-        with pytest.raises(CheckpointError, match="it is a DeepSpeed checkpoint .*zero_to_fp32.py"):
-            engine().load_checkpoint(tmp_path / "old", tag=tag)
-    assert engine().load_checkpoint(tmp_path / "absent") == (None, None)
 
 
 class Scaled(nn.Linear):
@@ -82,7 +51,6 @@ def test_buffers_are_loaded_by_name_and_shape_and_computed_ones_stay(tmp_path: P
 
 
 def test_a_buffer_that_one_of_two_modules_keeps_is_saved() -> None:
-    """Under the first of its names."""
     for keeps_first in (True, False):
         model, table = nn.Sequential(nn.Module(), nn.Module()), torch.ones(1)
         model[0].register_buffer("scale", table, persistent=keeps_first)

@@ -36,7 +36,6 @@ def unsummed(model: nn.Module) -> Iterator[None]:
 
 @on_ranks(2)
 def test_a_step_on_gradients_that_are_not_summed_is_refused(rank: int, world: int) -> None:
-    """And changes nothing; after a summed backward it is taken."""
     for way, (kind, form) in product(("nested", "torch"), (
             (torch.optim.SGD, {"foreach": False, "fused": False}), (torch.optim.AdamW, {"foreach": True}),
             (torch.optim.Adam, {"fused": True}), (torch.optim.ASGD, {"foreach": False}))):
@@ -90,7 +89,6 @@ ORDERS = ["".join(order) + "S" for length in (2, 3, 4) for order in product("SNF
                          ids=["some", "all"])
 @on_ranks(2)
 def test_a_forgotten_gradient_is_forgotten_wherever_it_was_added_up(rank: int, world: int, orders: list[str]) -> None:
-    """A gradient is that of the backwards since it was forgotten."""
     for order, to_none, way in product(orders, (True, False), ("torch", "whole")):
         torch.manual_seed(0)
         plain, model = nn.Linear(3, 2), around(nn.Linear(3, 2), way)

@@ -95,7 +95,6 @@ def four_steps(run: Any, model: nn.Module, rank: int, rate: float) -> list[float
 
 @on_ranks(2)
 def test_unshard_brings_the_weights_after_a_step_and_reshard_takes_them_back(rank: int, world: int) -> None:
-    """`unshard` before a forward begins to gather."""
     def losses(early: bool) -> list[float]:
         model: Any = fully_shard(Net(), mp_policy=MixedPrecisionPolicy(param_dtype=torch.bfloat16))
 

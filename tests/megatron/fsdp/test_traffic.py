@@ -61,7 +61,6 @@ def test_bytes_on_the_wire_are_those_of_the_formula(rank: int, world: int) -> No
 
 @on_ranks(2)
 def test_each_module_has_a_setting_of_its_own(rank: int, world: int) -> None:
-    """The last block stays, the others leave."""
     with accelerator_side():
         model = Net()
         for number, block in enumerate(model.blocks):

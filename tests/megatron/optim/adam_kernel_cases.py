@@ -1,6 +1,6 @@
 """What the fused kernel of the update must do, against torch's fused kernel and against float64.
 
-test_adam_kernel.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
+test_adam.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
 """
 
 from __future__ import annotations

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import megatron.zero
 from megatron import zero
@@ -23,36 +23,31 @@ from tests.distributed import RankError, on_ranks, run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero import test_one_bit as one_bit
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
+from tests.megatron.zero.small import Model
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
 
 WIDTH = 24
 
 
-class Net(nn.Module):
-    """Blocks, a head, and a buffer, all drawn differently on each rank."""
+class Net(Model):
+    """Has a buffer, too; all is drawn differently on each rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 1)
+    def __init__(self, rank: int) -> None:
+        super().__init__(width=WIDTH, seed=rank)
         self.register_buffer("shift", torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.shift
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
+        return super().forward(x + self.shift)
 
 
 def life(rank: int, stage: int, bf16: bool, folder: str) -> list[Tensor]:
     """An engine is built, trains with accumulation, evaluates, is edited, fails in a backward, saves and loads."""
-    torch.manual_seed(rank)
     config = build_config({"zero_stage": stage, "lr": 1e-2, "lr_decay_style": "constant", "clip_grad": 0.5,
                            "bf16": bf16, "batch_size": 4, "global_batch_size": 16,
                            "stage3_param_persistence_threshold": 30})
     with zero.Init(enabled=stage == 3):
-        net = Net()
+        net = Net(rank)
     with zero.GatheredParameters(net.head.weight, modifier_rank=1):
         net.head.weight.data.mul_(2.0)
     engine = zero.initialize(model=net, config=config, mpu=groups.build(1))[0]
@@ -130,7 +125,7 @@ def test_a_late_wire_changes_nothing(rank: int, world: int, native: bool, tmp_pa
                 assert all(map(torch.equal, found, wanted)), f"stage {stage}, bf16 {bf16}, seed {seed}"
 
 
-class Idle(Net):
+class Idle(Model):
     """The last block takes part in the first forward only."""
 
     used = 3
@@ -151,7 +146,7 @@ def test_weights_on_their_way_are_waited_for_before_new_ones(rank: int, world: i
             config = build_config({"zero_stage": stage, "bf16": bf16, "batch_size": 4, "global_batch_size": 8,
                                    "ignore_unused_parameters": True, "lr": 1e-2})
             with late_wire():
-                engine = zero.initialize(model=Idle(), config=config, mpu=groups.build(1))[0]
+                engine = zero.initialize(model=Idle(width=WIDTH), config=config, mpu=groups.build(1))[0]
                 for _ in range(3):
                     engine.backward(engine(torch.ones(4, WIDTH, dtype=engine.working_dtype)))
                     engine.core.step()  # new weights travel until they are needed

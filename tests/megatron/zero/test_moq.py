@@ -96,7 +96,6 @@ def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
 
 @on_ranks(2)
 def test_eigenvalues_are_those_of_the_dense_second_derivative(rank: int, world: int) -> None:
-    """Before the first bit falls."""
     for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
         engine = made(stage, accumulation=accumulation)
         seen = looked_for(engine)
@@ -163,7 +162,6 @@ class Counting(Model):
 
 
 def test_weights_buffers_and_random_streams_are_those_of_a_run_that_does_not_look() -> None:
-    """Until bits fall otherwise."""
     runs = []
     for enabled in (True, False):
         torch.manual_seed(3)
@@ -177,7 +175,6 @@ def test_weights_buffers_and_random_streams_are_those_of_a_run_that_does_not_loo
 
 
 def test_a_resumed_run_knows_its_factors(tmp_path: Path) -> None:
-    """Saved between finding them and the fall."""
     whole = made()
     step(whole, 5)
     part = made()
@@ -289,7 +286,6 @@ def test_edits_are_masters_and_are_rounded_at_once(rank: int, world: int) -> Non
 
 
 def test_a_write_that_would_not_last_is_still_found(tmp_path: Path) -> None:
-    """Also one that torch does not count: the weights are compared with what the masters are on the grid."""
     engine = rounding_engine(0, quantize_algo={"rounding": "stochastic"})
     step_rounding(engine, 2)
     engine.save_checkpoint(tmp_path)  # rounded weights are no edit

@@ -80,31 +80,6 @@ def test_every_split_is_the_same_training(optimizer: str) -> None:
             assert off.mean() < 1e-6 and (optimizer == "lion" or off.max() < 2e-5), f"{name} in layout {layouts, tp}"
 
 
-def saved(rank: int, world: int, optimizer: str, folder: str) -> Any:
-    engine = engine_of(optimizer, world)
-    train(engine, 0, 3)
-    engine.save_checkpoint(folder)
-    train(engine, 3, 6)
-    return master_runs(engine.core)
-
-
-def resumed(rank: int, world: int, optimizer: str, folder: str) -> Any:
-    engine = engine_of(optimizer, world)
-    engine.load_checkpoint(folder)
-    train(engine, 3, 6)
-    return master_runs(engine.core)
-
-
-@pytest.mark.parametrize("optimizer", ["nadam", "lamb"])
-def test_optimizer_state_goes_on_under_another_split(optimizer: str, tmp_path: Any) -> None:
-    for before, after in ((1, 2), (2, 1)):
-        folder = str(tmp_path / f"{before}")
-        wanted = assemble([run for runs in run_ranks(saved, before, optimizer, folder) for run in runs])
-        found = assemble([run for runs in run_ranks(resumed, after, optimizer, folder) for run in runs])
-        for name, weight in forget_key_biases(wanted).items():
-            torch.testing.assert_close(forget_key_biases(found)[name], weight, rtol=0, atol=2e-5)
-
-
 # ---- DeepSpeedCPUAdam, named in a file and passed in -----------------------------------------------------------------
 
 
@@ -156,13 +131,6 @@ def by_torch(make: Any, steps: int = 4) -> list[torch.Tensor]:
         made(gradient(step)).square().mean().backward()
         optimizer.step()
     return [parameter.detach() for parameter in made.parameters()]
-
-
-@pytest.mark.parametrize("stage, kind", pairs((0, 2, 3), KINDS, each=1))
-def test_passed_in_it_is_the_optimizer_of_the_file(stage: int, kind: dict[str, bool]) -> None:
-    given, named = by_object(stage, kind), by_file(stage, kind)
-    assert given.get_type() == named.get_type()
-    assert all(map(torch.equal, weights_after(given), weights_after(named)))
 
 
 @pytest.mark.parametrize("decoupled", (True, False))

@@ -154,7 +154,6 @@ def trained(prepare: Callable[[nn.Module], object], *, split: bool) -> list[Tens
 
 
 def test_casting_a_split_module_is_refused_once_an_engine_has_it() -> None:
-    """Before, it changes nothing: the configuration decides. A refused cast changes nothing either."""
     said: list[str] = []
 
     def try_to_cast(model: nn.Module) -> None:

@@ -28,31 +28,18 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import Placeholder
 from mpu import groups
 from tests.distributed import on_ranks, run_ranks
-from tests.megatron.zero.run import gradient_runs, master
+from tests.megatron.zero.run import DTYPES, gradient_runs, master
+from tests.megatron.zero.small import STAGES, Model
 from tests.wires import Sent, accelerator_side, counted
 
 WIDTH, BLOCKS = 24, 3
-
-
-class Model(torch.nn.Module):
-    """Blocks of a matrix of 576 elements and a bias of 24, and a head outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-        self.head = torch.nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
+"""Blocks of a matrix of 576 elements and a bias of 24, and a head outside of them."""
 
 
 def engine_of(stage: int, **values: Any) -> Engine:
     config = build_config({"zero_stage": stage, "lr": 1e-2, "lr_decay_style": "constant", "clip_grad": 0.5,
                            "stage3_param_persistence_threshold": 0, **values})
-    return zero.initialize(model=Model(), config=config, mpu=groups.build(1))[0]
+    return zero.initialize(model=Model(width=WIDTH), config=config, mpu=groups.build(1))[0]
 
 
 def steps(engine: Engine, count: int = 3) -> list[torch.Tensor]:
@@ -187,7 +174,7 @@ def test_without_overlap_every_exchange_is_waited_for(rank: int, world: int, nat
 @on_ranks(2)
 def test_parameters_below_the_persistence_threshold_stay_whole(rank: int, world: int) -> None:
     small = ["head.weight", "head.bias", *(f"blocks.{block}.bias" for block in range(BLOCKS))]
-    every = [name for name, _ in Model().named_parameters()]
+    every = [name for name, _ in Model(width=WIDTH).named_parameters()]
     for threshold, expected in ((0, []), (24, ["head.bias"]), (25, small), (577, every)):
         engine = engine_of(3, stage3_param_persistence_threshold=threshold)
         steps(engine, 1)
@@ -212,8 +199,7 @@ def test_masters_are_loaded_or_made_from_the_weights(rank: int, world: int, tmp_
 # ---- what gradients are sent in, and what they are divided by before: an oracle casts, sums and compares -------------
 
 
-N, STAGES = 200, (0, 1, 2, 3)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+N = 200
 
 
 class Dot(nn.Module):
@@ -269,7 +255,6 @@ def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: in
                                     pytest.param(True, id="accelerator")])
 @on_ranks(2)
 def test_gradients_are_sent_in_the_precision_that_is_asked_for(rank: int, world: int, native: bool) -> None:
-    """`native`: on the accelerator's wire."""
     with accelerator_side(native):
         for stage, work, sent, accumulation in product(STAGES, DTYPES, (None, *DTYPES), (1, 2)):
             case = f"stage {stage}, {work} sent as {sent}, {accumulation} micro-batches"

@@ -79,7 +79,6 @@ def test_gradients_are_of_the_weights_one_step_before(rank: int, world: int, sta
 
 @on_ranks(2)
 def test_whoever_needs_the_weights_gets_those_of_the_last_step(rank: int, world: int) -> None:
-    """Somebody needs the weights while an update is under way."""
     rows = batches(8)
     with accelerator_side(), late_copy_streams():
         for stage in (2, 3):
@@ -109,7 +108,6 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(rank: int, world:
 
 @on_ranks(2)
 def test_whoever_looks_at_the_weights_sees_those_of_the_last_step(rank: int, world: int) -> None:
-    """As of an engine whose update has been waited for."""
     rows = batches(5)
     for stage in (1, 3):
         with accelerator_side(), late_copy_streams():
@@ -143,7 +141,6 @@ def test_whoever_looks_at_the_weights_sees_those_of_the_last_step(rank: int, wor
 
 @on_ranks(2)
 def test_a_resumed_run_goes_on_as_the_saved_one(rank: int, world: int, tmp_path: Path) -> None:
-    """A save completes the update; what goes on from there, here or in a new run, is the same."""
     rows = batches(6)
     with accelerator_side(), late_copy_streams():
         one, other = (engine_of(world) for _ in range(2))
@@ -167,7 +164,6 @@ def engine_of(world: int, **settings: Any) -> Engine:
 
 @on_ranks(1)
 def test_an_update_that_fails_is_told(rank: int, world: int) -> None:
-    """The next step says so, and nothing goes on from half of it."""
     rows = batches(3)
     with accelerator_side():
         engine = built(world, zero_stage=1, **DELAYED)

@@ -148,7 +148,6 @@ def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list
 @pytest.mark.parametrize("bf16", [False, True])
 def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path: Path, full: list[int],
                                                                         bf16: bool) -> None:
-    """Also after a load that met the full drive itself."""
     (tmp_path / "drive").mkdir()
     rows = batches(5)
     engine = built(configured(tmp_path / "drive", bf16=bf16))

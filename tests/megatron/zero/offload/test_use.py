@@ -97,7 +97,6 @@ def test_every_kind_of_optimizer_keeps_its_state_there(rank: int, world: int, tm
 
 @on_ranks(2)
 def test_frozen_weights_live_there_too(rank: int, world: int, tmp_path: Path) -> None:
-    """A save holds them."""
     def partly_frozen(home: Path | None) -> Engine:
         config, grid = configured(home, bf16=True), groups.build(1)
         model = build_model(config, grid)
@@ -148,7 +147,6 @@ def storages_of(folder: Path, stage: int, side: bool) -> dict[str, dict[str, Any
 @pytest.mark.parametrize("cell, side", pairs([*CELLS], [False, True]))
 @on_ranks(2, timeout=300)
 def test_a_run_moves_through_all_homes(rank: int, world: int, tmp_path: Path, cell: str, side: bool) -> None:
-    """It is saved and goes on in another home."""
     with on_side(side):
         ways = [{}, *storages_of(tmp_path / "drive", CELLS[cell]["zero_stage"], side).values(), {}]
         ways = ways if side else [*ways[:-1], *ways[1:]]  # also from a drive to a drive

@@ -1,22 +1,32 @@
-"""What a rank holds between backward and step is what the ZeRO paper says, in bytes of the tensors themselves;
-DeepSpeed's estimates."""
+"""What a step costs, counted: what a rank holds between backward and step is what the ZeRO paper says, in bytes of the
+tensors themselves; launches and waits of the host; DeepSpeed's estimates."""
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from types import SimpleNamespace
+from unittest.mock import patch
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron.model import count_parameters as count_model_parameters
+from megatron.optim import adam
+from megatron.optim.rule import UpdateSegment
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.estimate import (count_parameters, estimate_zero2_model_states_mem_needs_all_cold,
                                     estimate_zero2_model_states_mem_needs_all_live,
                                     estimate_zero3_model_states_mem_needs_all_cold,
                                     estimate_zero3_model_states_mem_needs_all_live)
-from mpu import groups
+from mpu import grads, groups
+from mpu.groups import Groups
+from tests.covering import pairs
 from tests.distributed import RankError, on_ranks, run_ranks
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine
+from tests.megatron.counting import Calls, Launches
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
+from tests.wires import accelerator_side
 
 # Bytes per parameter with 16-bit weights and gradients, fp32 master and two moments; n data parallel ranks.
 PAPER = {0: lambda n: 16.0, 1: lambda n: 4 + 12 / n, 2: lambda n: 2 + 14 / n, 3: lambda n: 16 / n}
@@ -173,3 +183,117 @@ def test_a_shared_parameter_counts_once_and_the_largest_layer_is_a_module() -> N
     assert count_parameters(model) == (32 + 8 + 32 + 8, 40)
     assert estimate_zero2_model_states_mem_needs_all_live(model, 2, 2)[1].gpu == 2 * 80 + 18 * 80 // 4
     assert estimate_zero3_model_states_mem_needs_all_live(model, 2, 2)[-1].gpu == 4 * 40 + 18 * 80 // 4
+
+
+# ---- launches and waits of the host, on an accelerator ---------------------------------------------------------------
+
+TOKENS = torch.arange(16).view(2, 8)
+
+
+@pytest.fixture
+def accelerator() -> Iterator[None]:
+    with accelerator_side():
+        yield
+
+
+def made(layers: int = 2, precision: str = "fp32", stage: int = 0, optimizer: str = "adam") -> ZeroEngine:
+    chosen = {} if precision == "fp32" else {precision: True}
+    config = configure_gpt2(num_layers=layers, zero_stage=stage, optimizer=optimizer, lr=1e-3, lr_warmup_iters=0,
+                            **chosen)
+    return gpt2_engine(config, Groups())
+
+
+def backward(engine: ZeroEngine) -> None:
+    engine.backward(engine(TOKENS, TOKENS.clone(), grad_scale=engine.backward_scale))
+
+
+def counted_step(engine: ZeroEngine, steps: int) -> Launches:
+    """The last of so many steps."""
+    for step in range(steps):
+        backward(engine)
+        with Launches() as counted:
+            engine.step()
+    return counted
+
+
+@contextmanager
+def the_kernel_of_norms() -> Iterator[list[Tensor]]:
+    """Plays mpu/kernels.py, which needs Triton, with one launch; tests/mpu/kernel_cases.py has what it computes.
+    The rows that it was asked for."""
+    asked: list[Tensor] = []
+
+    def norms_into(out: Tensor, rows: Tensor) -> None:
+        asked.append(rows)
+        torch.linalg.vector_norm(rows, dim=1, dtype=torch.float32, out=out)
+
+    kernel = SimpleNamespace(serves=lambda rows: True, norms_into=norms_into)
+    with patch.object(grads, "load_kernels", lambda *which: kernel):
+        yield asked
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("precision, stage", pairs(["fp32", "bf16", "fp16"], [0, 1, 2, 3], each=1))
+def test_a_step_is_a_launch_for_each_bucket_and_a_few_for_all_of_them(precision: str, stage: int) -> None:
+    """At 24 layers there are 25 or 26 buckets, and 290 parameters."""
+    engine = made(24, precision, stage)
+    with the_kernel_of_norms() as asked:
+        counted = counted_step(engine, 3)
+    assert len(asked) == 3 * len(engine.buckets)
+    assert sum(counted.kernels.values()) == len(engine.buckets) + {"fp32": 31, "bf16": 34, "fp16": 24}[precision] < 100
+    assert counted.kernels["_fused_adamw_"] == 2, "one call for each hyper-parameter group"
+    assert counted.waits <= 1
+
+
+def calls_of_a_micro_batch(layers: int, stage: int) -> int:
+    engine = made(layers, stage=stage)
+    for _ in range(3):
+        with Calls("megatron/zero") as counted:
+            backward(engine)
+        engine.step()
+    return counted.count
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("stage", [0, 3])
+def test_the_host_does_as_much_for_each_layer_however_many_there_are(stage: int) -> None:
+    few, more, many = (calls_of_a_micro_batch(layers, stage) for layers in (4, 8, 16))
+    assert (many - more) == 2 * (more - few), "calls of the engine are linear in the number of layers"
+
+
+# ---- the update that writes the 16-bit weights too ----------------------------------------------------------------
+
+
+class Kernel:
+    """Plays adam_kernel.py, which needs Triton; tests/megatron/optim/test_adam.py has what it computes."""
+
+    SegmentTable = object
+    groups: list[int] = []
+
+    @staticmethod
+    def update(spans: Sequence[UpdateSegment], places: object, hyper: object, at: object, **rule: bool) -> bool:
+        if spans[0].group not in Kernel.groups:
+            return False
+        for span in spans:
+            assert span.lp_out is not None and span.lp_out.dtype == torch.bfloat16
+            span.master.add_(1)
+            span.lp_out.copy_(span.master)
+        return True
+
+
+@pytest.mark.usefixtures("accelerator")
+@pytest.mark.parametrize("groups, copies", [([0, 1], 0), ([0], 2), ([1], 2), ([], 3)])
+def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int], copies: int,
+                                                                monkeypatch: pytest.MonkeyPatch) -> None:
+    """With 16-bit gradients torch's kernel needs a copy of them for each group, and one of the weights for all."""
+    monkeypatch.setattr(Kernel, "groups", groups)
+    monkeypatch.setattr(adam, "load_kernels", lambda *which: Kernel)
+    engine = made(24, "bf16")
+    before = [master(bucket) for bucket in engine.buckets]
+    kernels = counted_step(engine, 1).kernels
+    assert (kernels["_fused_adamw_"], kernels["_foreach_copy_"]) == (2 - len(groups), copies)
+    for bucket, old in zip(engine.buckets, before, strict=True):
+        assert torch.equal(bucket.device_param_shard,
+                           master(bucket).bfloat16()) and not torch.equal(master(bucket), old)
+
+
+# ---- a step that the host learns of later ------------------------------------------------------------------------
