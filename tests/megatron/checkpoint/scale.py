@@ -102,7 +102,6 @@ class Played(ThreadWorld):
         return json.loads(text)
 
     def run(self, action: Callable[[Group], Any]) -> list[Any]:
-        """The action on both ranks; what it gave."""
         def timed(group: Group) -> Any:
             self._of_thread.cost = self.costs[group.rank]
             begin = time.perf_counter()
@@ -165,7 +164,6 @@ class Model:
         return sum(layout.shard_numel for layout, _ in self.buckets)
 
     def draw(self, dp_rank: int) -> list[torch.Tensor]:
-        """The shards of one rank."""
         shards = []
         for layout, sources in self.buckets:
             shards.append(torch.zeros(layout.shard_numel))

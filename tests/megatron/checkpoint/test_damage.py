@@ -255,7 +255,6 @@ WORDS: tuple[Any, ...] = (
 
 
 def places(value: Any, where: Where = ()) -> Iterator[Where]:
-    """Of every value inside."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         yield (*where, key)
@@ -263,7 +262,6 @@ def places(value: Any, where: Where = ()) -> Iterator[Where]:
 
 
 def mutate(value: Any, random_: random.Random) -> None:
-    """Change something in a record."""
     found = list(places(value))
     where, how = random_.choice(found), random_.randrange(8)
     parent, key = value, where[-1]
@@ -287,7 +285,6 @@ def mutate(value: Any, random_: random.Random) -> None:
 
 
 def make_senseless(folder: Path, random_: random.Random) -> None:
-    """Change one file of a tag."""
     path = random_.choice(sorted(folder.iterdir()))
 
     def change(value: Any) -> Any:

@@ -70,7 +70,6 @@ def both(rank: int, world: int, name: str, ways: Sequence[str], steps: int) -> d
 
 
 def check(found: list[dict[str, float]]) -> None:
-    """Of all ranks."""
     assert not [(way, off) for rank in found for way, off in rank.items() if not off <= TOLERANCE]
 
 

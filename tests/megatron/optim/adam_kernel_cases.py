@@ -44,7 +44,6 @@ Flat = dict[str, Tensor | None]
 
 
 def made(kinds: tuple[torch.dtype, torch.dtype | None], numel: int = sum(LENGTHS)) -> Flat:
-    """Flat buffers in the middle of a run."""
     generator = torch.Generator().manual_seed(1)
     grad_kind, narrow_kind = kinds
     flat = {name: torch.randn(numel, generator=generator).to(DEVICE) for name in ("master", "grad", "exp_avg", "new")}

@@ -41,7 +41,6 @@ def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1,
 
 
 def rows(rank: int, number: int) -> Tensor:
-    """A micro-batch."""
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + number))
 
 

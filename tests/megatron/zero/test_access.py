@@ -38,16 +38,11 @@ class Net(nn.Module):
 def made(stage: int, precision: str) -> tuple[Net, Any]:
     torch.manual_seed(0)
     model = Net()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": ACCUMULATION,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}}, "gradient_clipping": 1e-3,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    keys: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+                            "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1e-3}
     if precision == "fp16":
-        config["fp16"]["loss_scale"] = 64
-    engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return model, engine
+        keys["fp16"] = {"enabled": True, "loss_scale": 64}
+    return model, engine_of(stage, model, ACCUMULATION, precision, keys=keys)
 
 
 def batch(rank: int, micro: int, dtype: torch.dtype = torch.float32) -> Tensor:

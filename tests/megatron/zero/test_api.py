@@ -66,7 +66,6 @@ def adamw(model: nn.Module) -> torch.optim.Optimizer:
 
 
 def plain_training(count: int) -> list[torch.Tensor]:
-    """The loop everyone knows, on the whole batch."""
     model = Model()
     optimizer = adamw(model)
     for batch in batches(count):

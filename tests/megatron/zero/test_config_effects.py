@@ -84,7 +84,6 @@ KEYS = {"train_batch_size": 1, "optimizer": {"type": "Adam", "params": {"lr": 1e
 
 
 def initialized(**keys: Any) -> zero.Engine:
-    """Of a dict, at stage 3."""
     return zero.initialize(model=nn.Linear(8, 8), config={**KEYS, "zero_optimization": {"stage": 3, **keys}})[0]
 
 

@@ -154,8 +154,6 @@ def test_what_would_meet_half_an_edit_is_refused(tmp_path: Path, stage: int, wor
 
 
 class Renormed(Model):
-    """Its forward writes to a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, WIDTH)

@@ -22,7 +22,7 @@ from mpu import groups
 from tests.distributed import RankError, on_ranks, run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero import test_one_bit as one_bit
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
+from tests.megatron.zero.run import configure_gpt2, gpt2_loss, weights
 from tests.megatron.zero.small import Model
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
@@ -83,29 +83,18 @@ def _fail(gradient: Tensor) -> None:
 
 
 def gpt2(rank: int, stage: int, bf16: bool) -> list[Tensor]:
-    """Recomputation, the loss head and tied weights."""
+    """Initial weights that the engine draws, edited before it has; recomputation, the loss head and tied weights."""
     grid = groups.build(1)
-    engine = gpt2_engine(configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2,
-                                        checkpoint_activations=True, checkpoint_num_layers=1,
-                                        global_batch_size=8), grid)
-    draw = torch.Generator().manual_seed(rank)
-    for _ in range(4):
-        engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
-        engine.step()
-    return [value.float() for value in weights(engine).values()]
-
-
-def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
-    """Initial weights that the engine draws, edited before it has; and a step."""
-    grid = groups.build(1)
-    config = configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2, global_batch_size=4)
+    config = configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2, global_batch_size=8,
+                            checkpoint_activations=True, checkpoint_num_layers=1)
     model = build_model(config, grid)
     with zero.GatheredParameters(model.wpe.weight, modifier_rank=1):
         model.wpe.weight.data.mul_(2.0 + rank)
     engine = build_engine(config, model, grid, torch.device("cpu")).core
     draw = torch.Generator().manual_seed(rank)
-    engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
-    engine.step()
+    for _ in range(4):
+        engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
+        engine.step()
     return [value.float() for value in weights(engine).values()]
 
 
@@ -115,12 +104,11 @@ def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
 def test_a_late_wire_changes_nothing(rank: int, world: int, native: bool, tmp_path: Path) -> None:
     with accelerator_side(native):
         for stage, bf16 in product(range(4), (False, True)):
-            wanted = life(rank, stage, bf16, f"{tmp_path}/plain") + gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
+            wanted = life(rank, stage, bf16, f"{tmp_path}/plain") + gpt2(rank, stage, bf16)
             assert not any(value.isnan().any() for value in wanted)
             for seed in (0, 1):
                 with late_wire(seed) as network:
-                    found = life(rank, stage, bf16, f"{tmp_path}/late{seed}")
-                    found += gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
+                    found = life(rank, stage, bf16, f"{tmp_path}/late{seed}") + gpt2(rank, stage, bf16)
                 assert len(network.log) > 10
                 assert all(map(torch.equal, found, wanted)), f"stage {stage}, bf16 {bf16}, seed {seed}"
 
@@ -183,7 +171,7 @@ STAGES = (1, 3)
 
 
 def whole(rank: int, stage: int, folder: str) -> list[Tensor]:
-    return life(rank, stage, True, folder) + drawn(rank, stage, True) + said(stage)
+    return life(rank, stage, True, folder) + gpt2(rank, stage, True) + said(stage)
 
 
 def whole_lives(rank: int, world: int, folder: str) -> list[list[Tensor]]:

@@ -17,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed import on_ranks
+from tests.megatron.zero import small
 
 BLOCKS = 3
 
@@ -37,16 +38,20 @@ class Model(nn.Module):
         return (self.head(x) - 1).square().mean()
 
 
+def engine_around(model: nn.Module, stage: int, quantizing: dict[str, Any], keys: dict[str, Any], **more: Any
+                  ) -> Engine:
+    quantizing = {"enabled": True, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, **quantizing}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return small.engine_of(stage, model, keys={"optimizer": optimizer, "quantize_training": quantizing, **keys}, **more)
+
+
 def made(stage: int = 0, model: nn.Module | None = None, accumulation: int = 1, eigenvalue: Any = None,
          period: int = 2, **more: Any) -> Engine:
-    return zero.initialize(model=model or Model(), config={
-        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-4, **(eigenvalue or {})},
-        "quantize_training": {
-            "enabled": True, "quantize_verbose": True, "quantize_bits": {"start_bits": 16, "target_bits": 12},
-            "quantize_schedule": {"quantize_period": period, "schedule_offset": 0}}, **more})[0]
+    return engine_around(model or Model(), stage, {
+        "quantize_verbose": True, "quantize_bits": {"start_bits": 16, "target_bits": 12},
+        "quantize_schedule": {"quantize_period": period, "schedule_offset": 0}}, {
+        "train_micro_batch_size_per_gpu": 3, "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-4,
+                                                            **(eigenvalue or {})}, **more}, accumulation=accumulation)
 
 
 def batch(rank: int) -> Tensor:
@@ -216,16 +221,11 @@ def test_what_cannot_be_looked_for_is_one_line_in_keys() -> None:
 # ---- what scripts do to rounded weights ------------------------------------------------------------------------------
 
 
-def rounding_engine(stage: int = 0, precision: str | None = None, **block: Any) -> Engine:
+def rounding_engine(stage: int = 0, precision: str = "fp32", **block: Any) -> Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    return zero.initialize(model=model, config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({precision: {"enabled": True}} if precision else {}),
-        "quantize_training": {
-            "enabled": True, "quantize_groups": 2, "quantize_bits": {"start_bits": 3, "target_bits": 3},
-            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, **block}})[0]
+    return engine_around(model, stage, {"quantize_groups": 2, "quantize_bits": {"start_bits": 3, "target_bits": 3},
+                                        **block}, {}, precision=precision)
 
 
 def step_rounding(engine: Engine, count: int = 1) -> None:

@@ -59,7 +59,6 @@ def test_using_a_placeholder_is_an_error_that_says_what_to_do(model: nn.Module) 
 
 
 def answer(use: Callable[[Any], object], value: object) -> str:
-    """What a use ends in."""
     try:
         return f"gave {use(value)!r}"
     except (ConfigError, RuntimeError) as error:

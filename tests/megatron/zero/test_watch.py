@@ -53,8 +53,6 @@ class Block(nn.Module):
 
 
 class Model(nn.Module):
-    """Runs the blocks that it is told to."""
-
     def __init__(self, sizes: tuple[int, ...]) -> None:
         super().__init__()
         torch.manual_seed(0)

@@ -60,7 +60,6 @@ def life(cell: dict[str, Any]) -> list[Any]:
 
 
 def is_seen(folder: Path, fault: AbstractContextManager[Any]) -> bool:
-    """Whether the fault changes anything."""
     with accelerator_side(), late_copy_streams():
         wanted = lives(folder)
         try:

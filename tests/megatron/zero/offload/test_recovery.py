@@ -6,7 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -60,23 +60,41 @@ def test_a_flipped_bit_ends_the_run(tmp_path: Path, kind: str) -> None:
     assert not open_swap_files(tmp_path)
 
 
+def breaks(patch: pytest.MonkeyPatch, call: str, code: int, *, stays: bool) -> list[int]:
+    """Put a number in, and that read or write from now on ends with an error, and all that follow where it stays; -1:
+    none does."""
+    real, left = getattr(DirectIoFile, call), [-1]
+
+    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
+        left[0] -= not stays or left[0] > 0
+        if left[0] == 0:
+            raise OSError(code, os.strerror(code))
+        real(file, data, at)
+
+    patch.setattr(DirectIoFile, call, fail)
+    return left
+
+
+@pytest.fixture
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return breaks(monkeypatch, "read", errno.EIO, stays=False)
+
+
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All writes from one on."""
+    return breaks(monkeypatch, "write", errno.ENOSPC, stays=True)
+
+
 @pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
 def test_an_error_of_the_drive_ends_the_run_and_nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
                                                                 code: int) -> None:
     """Found at the latest where the bytes are wanted again; a step that wrote a part of its state is no base."""
     engine = on_drive(tmp_path)
     engine.core.engine_storage.wait_for_writes()
-    write = DirectIoFile.write
-
-    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
-        if at:
-            raise OSError(code, os.strerror(code))
-        write(file, data, at)
-
-    monkeypatch.setattr(DirectIoFile, "write", fail)
-    with pytest.raises(StorageError, match="cannot write tile"):
+    with monkeypatch.context() as patch, pytest.raises(StorageError, match="cannot write tile"):
+        breaks(patch, "write", code, stays=True)[0] = 2
         train(engine.core, batches(2))
-    monkeypatch.undo()
     with pytest.raises((StorageError, ConfigError)):
         train(engine.core, batches(2))
     with pytest.raises((StorageError, ConfigError)):
@@ -85,21 +103,6 @@ def test_an_error_of_the_drive_ends_the_run_and_nothing_goes_on(tmp_path: Path, 
     with suppress(StorageError):  # of weights that are lost
         engine.destroy()
     assert not open_swap_files(tmp_path)
-
-
-@pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Put a number in, and that read from now on, and no other one, ends with an error."""
-    read, left = DirectIoFile.read, [-1]
-
-    def fail(file: DirectIoFile, into: memoryview, at: int) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        read(file, into, at)
-
-    monkeypatch.setattr(DirectIoFile, "read", fail)
-    yield left
 
 
 def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: list[int]) -> None:
@@ -121,23 +124,7 @@ def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: l
 # ---- recovery -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Put a number in, and that write from now on, and all that follow, find the drive full; -1: there is room."""
-    write, left = DirectIoFile.write, [-1]
-
-    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
-        left[0] -= left[0] > 0
-        if left[0] == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(file, data, at)
-
-    monkeypatch.setattr(DirectIoFile, "write", fail)
-    yield left
-
-
 def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list[object]:
-    """In another engine."""
     engine = built(configured(folder, **cell))
     engine.load_checkpoint(saved)
     found = outcome(engine.core, rows)
@@ -187,8 +174,8 @@ def put_moments(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("change", [edit, put_moments])
-def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     failing: list[int], change: Callable[[Engine], None]) -> None:
+def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, failing: list[int],
+                                                     change: Callable[[Engine], None]) -> None:
     (tmp_path / "drive").mkdir()
     rows = batches(4)
     engine = built(configured(tmp_path / "drive"))

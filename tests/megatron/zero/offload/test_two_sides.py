@@ -63,7 +63,6 @@ def built(config: Config) -> Engine:
 
 
 def up_to_the_last_backward(engine: Engine, rows: Tensor) -> None:
-    """Of a step."""
     for number, part in enumerate(rows.chunk(engine.core.accumulation_steps)):
         if number:
             engine.step()
@@ -128,7 +127,6 @@ def skipped(engine: Engine, rows: Tensor, parameter: nn.Parameter) -> None:
 
 
 def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
-    """What is wrong with them."""
     found = []
     for case in [*cases(folder / "drive", world)][number]:
         try:
