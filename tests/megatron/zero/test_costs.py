@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from megatron.errors import ConfigError
 from megatron.model import count_parameters as count_model_parameters
 from megatron.optim import adam
 from megatron.optim.rule import UpdateSegment
@@ -23,7 +24,7 @@ from megatron.zero.estimate import (count_parameters, estimate_zero2_model_state
 from mpu import grads, groups
 from mpu.groups import Groups
 from tests.covering import pairs
-from tests.distributed import RankError, on_ranks, run_ranks
+from tests.distributed import on_ranks, run_ranks
 from tests.megatron.counting import Calls, Launches
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, master
 from tests.wires import accelerator_side
@@ -47,29 +48,29 @@ def live_bytes(engine: ZeroEngine) -> int:
     return sum(storages.values())
 
 
-def bytes_per_parameter(rank: int, world: int, stage: int) -> float:
-    """Live bytes of this rank between backward and step."""
-    config = configure_gpt2(num_layers=4, hidden_size=128, max_position_embeddings=128, vocab_size=1024, bf16=True,
-                            zero_stage=stage)
-    engine = gpt2_engine(config, groups.build(1))
-    rows = torch.randint(0, 1024, (1, 33))
-    for _ in range(2):
-        engine.backward(engine(rows[:, :-1], rows[:, 1:]))
-        held = live_bytes(engine)
-        engine.step()
-        engine.wait_for_param_gathers()
-    return held / count_model_parameters(config.model)[0]
+def check_live_state(rank: int, world: int) -> None:
+    grid, rows = groups.build(1), torch.randint(0, 1024, (1, 33))
+    for stage, bytes_of in PAPER.items():
+        config = configure_gpt2(num_layers=4, hidden_size=128, max_position_embeddings=128, vocab_size=1024, bf16=True,
+                                zero_stage=stage)
+        engine = gpt2_engine(config, grid)
+        for _ in range(2):
+            engine.backward(engine(rows[:, :-1], rows[:, 1:]))
+            held = live_bytes(engine) / count_model_parameters(config.model)[0]
+            engine.step()
+            engine.wait_for_param_gathers()
+        assert held == pytest.approx(bytes_of(world), rel=0.02)  # slots and shards are padded to 128 elements
 
 
 @pytest.mark.parametrize("world", [2, pytest.param(4, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("stage", [0, 1, 2, 3])
-def test_live_state_is_what_the_paper_says(stage: int, world: int) -> None:
-    for held in run_ranks(bytes_per_parameter, world, stage):
-        # 2 %: slots and shards are padded to multiples of 128 elements.
-        assert held == pytest.approx(PAPER[stage](world), rel=0.02)
+def test_live_state_is_what_the_paper_says(world: int) -> None:
+    run_ranks(check_live_state, world)
 
 
-def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) -> dict[str, object]:
+BLOCKS = 6
+
+
+def most_live(recompute: bool, settings: dict[str, int]) -> dict[str, int]:
     """The most elements, and units, of a stage 3 run that were whole at the same time, counted from the buffers at
     every gather; and how often anything was gathered in a step."""
     engine = gpt2_engine(configure_gpt2(num_layers=BLOCKS, zero_stage=3, checkpoint_activations=recompute,
@@ -97,39 +98,37 @@ def most_live(rank: int, world: int, recompute: bool, settings: dict[str, int]) 
             "gathers": len(in_a_step), "root": root, "block": block}
 
 
-BLOCKS = 6
-
-
 @pytest.mark.parametrize("recompute", [False, True])
-def test_stage_3_gathers_a_block_at_a_time_and_one_ahead(recompute: bool) -> None:
+@on_ranks(2)
+def test_stage_3_gathers_a_block_at_a_time_and_one_ahead(rank: int, world: int, recompute: bool) -> None:
     # The root (embeddings, final norm) stays for the whole pass. A recomputed chunk of three blocks stays for its
     # backward, as long as there is room.
-    for found in run_ranks(most_live, 2, recompute, {"stage3_prefetch_bucket_size": 0}):
-        assert found["units"] == (4 if recompute else 2)
-    for found in run_ranks(most_live, 2, recompute, {}):
-        assert found["units"] == (4 if recompute else 3), "the next chunk is begun when the last has gone"
-        assert found["gathers"] == 1 + 2 * BLOCKS - 1, "the last block stays from its forward to its backward"
+    assert most_live(recompute, {"stage3_prefetch_bucket_size": 0})["units"] == (4 if recompute else 2)
+    found = most_live(recompute, {})
+    assert found["units"] == (4 if recompute else 3), "the next chunk is begun when the last has gone"
+    assert found["gathers"] == 1 + 2 * BLOCKS - 1, "the last block stays from its forward to its backward"
 
 
 @pytest.mark.parametrize("recompute, least", [pytest.param(False, 1, marks=pytest.mark.slow), (True, 2)])
-def test_never_more_than_the_limit_is_gathered(recompute: bool, least: int) -> None:
+@on_ranks(2)
+def test_never_more_than_the_limit_is_gathered(rank: int, world: int, recompute: bool, least: int) -> None:
     """The least is the root and the block in use; where a chunk is recomputed for its last block, also that one."""
-    sizes = run_ranks(most_live, 2, False, {})[0]
+    sizes = most_live(False, {})
     reuse = {"stage3_max_reuse_distance": 10**9}  # whatever there is room for stays
     for blocks in range(least, BLOCKS + 1):
         limit = sizes["root"] + blocks * sizes["block"]
-        for found in run_ranks(most_live, 2, recompute, {"stage3_max_live_parameters": limit, **reuse}):
-            assert found["elements"] == limit
+        assert most_live(recompute, {"stage3_max_live_parameters": limit, **reuse})["elements"] == limit
     needed = sizes["root"] + least * sizes["block"]
-    with pytest.raises(RankError, match=f"raise it to {needed}"):
-        run_ranks(most_live, 2, recompute, {"stage3_max_live_parameters": needed - 1, **reuse})
+    with pytest.raises(ConfigError, match=f"raise it to {needed}"):
+        most_live(recompute, {"stage3_max_live_parameters": needed - 1, **reuse})
 
 
-def test_blocks_stay_for_their_backward_within_the_reuse_distance() -> None:
-    sizes = run_ranks(most_live, 2, False, {})[0]
+@on_ranks(2)
+def test_blocks_stay_for_their_backward_within_the_reuse_distance(rank: int, world: int) -> None:
+    block = most_live(False, {})["block"]
     for kept in (1, 3, BLOCKS):
         # Between the forward of block i and its backward, each later block is used twice.
-        found = run_ranks(most_live, 2, False, {"stage3_max_reuse_distance": 2 * (kept - 1) * sizes["block"]})[0]
+        found = most_live(False, {"stage3_max_reuse_distance": 2 * (kept - 1) * block})
         assert found["gathers"] == 1 + 2 * BLOCKS - kept
 
 

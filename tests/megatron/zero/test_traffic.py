@@ -27,7 +27,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import Placeholder
 from mpu import groups
-from tests.distributed import on_ranks, run_ranks
+from tests.distributed import on_ranks
 from tests.megatron.zero.run import DTYPES, gradient_runs, master
 from tests.megatron.zero.small import STAGES, Model
 from tests.wires import Sent, accelerator_side, counted
@@ -43,7 +43,6 @@ def engine_of(stage: int, **values: Any) -> Engine:
 
 
 def steps(engine: Engine, count: int = 3) -> list[torch.Tensor]:
-    """Train a little on data of this rank; every weight."""
     draw = torch.Generator().manual_seed(engine.groups.dp.rank)
     dtype = engine.core.buckets[0].device_param_shard.dtype
     for _ in range(count):
@@ -114,40 +113,29 @@ def test_how_numbers_travel_changes_no_bits(rank: int, world: int) -> None:
             assert all(map(torch.equal, steps(engine_of(stage, **values)), wanted)), (stage, values)
 
 
-def sizes_on_the_wire(rank: int, world: int, stage: int, values: dict[str, Any],
-                      native: bool = False) -> dict[str, int]:
-    """The most elements in one operation of each kind during training (3 steps)."""
-    with accelerator_side(native):
-        engine = engine_of(stage, **values)
-        with counted() as sent:
-            steps(engine)
-    kinds = sorted({operation.kind for operation in sent})
-    return {kind: max(operation.numel for operation in sent if operation.kind == kind) for kind in kinds}
+SMALL = {"reduce_bucket_size": 200, "allgather_bucket_size": 50}
+BY_PARTS = {"irecv": 0, "isend": 0, "broadcast": 0}
+SIZES: list[tuple[int, dict[str, Any], bool, dict[str, int]]] = [
+    (2, {}, False, {"irecv": 384, "broadcast": 384}), (2, SMALL, False, {"irecv": 100, "broadcast": 50}),
+    (0, SMALL, False, {"all_reduce": 200}), (0, SMALL, True, {"all_reduce": 768}),
+    (2, SMALL, True, {"reduce_scatter": 768, "all_gather": 768, **BY_PARTS}),
+    (2, {"reduce_scatter": False}, False, {"irecv": 0, "all_reduce": 768}),
+    (2, {"reduce_scatter": False}, True, {"reduce_scatter": 0, "all_reduce": 768})]
+"""Stage, settings, the accelerator's side, and the most elements in one operation of a kind in three steps. A block is
+768 elements on two ranks. Bucket sizes bound what travels at a time on a CPU, and cut nothing on an accelerator."""
 
 
-def test_bucket_sizes_bound_what_travels_at_a_time_on_cpu() -> None:
-    half_a_block = 384  # a matrix of 576 and a bias, each padded to multiples of 128: 768 elements on two ranks
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {}):
-        assert (found["irecv"], found["broadcast"]) == (half_a_block, half_a_block)
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_bucket_size": 200, "allgather_bucket_size": 50}):
-        assert (found["irecv"], found["broadcast"]) == (100, 50)
-    for found in run_ranks(sizes_on_the_wire, 2, 0, {"reduce_bucket_size": 200}):
-        assert found["all_reduce"] == 200
-
-
-def test_bucket_sizes_cut_nothing_on_an_accelerator() -> None:
-    small = {"reduce_bucket_size": 200, "allgather_bucket_size": 50}
-    for found in run_ranks(sizes_on_the_wire, 2, 2, small, True):
-        assert (found["reduce_scatter"], found["all_gather"]) == (768, 768)
-        assert {"irecv", "isend", "broadcast"}.isdisjoint(found)
-    for found in run_ranks(sizes_on_the_wire, 2, 0, small, True):
-        assert found["all_reduce"] == 768
-
-
-@pytest.mark.parametrize("native, receives", [(False, "irecv"), (True, "reduce_scatter")])
-def test_reduce_scatter_off_sums_by_all_reduce(native: bool, receives: str) -> None:
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_scatter": False}, native):
-        assert receives not in found and found["all_reduce"] == 768
+@on_ranks(2)
+def test_bucket_sizes_and_reduce_scatter_decide_how_much_travels_at_a_time(rank: int, world: int) -> None:
+    for stage, values, native, expected in SIZES:
+        with accelerator_side(native):
+            engine = engine_of(stage, **values)
+            with counted() as sent:
+                steps(engine)
+        most = Counter({kind: 0 for kind in expected})
+        for operation in sent:
+            most[operation.kind] = max(most[operation.kind], operation.numel)
+        assert {kind: most[kind] for kind in expected} == expected, (stage, values, native)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])

@@ -36,7 +36,7 @@ def built(world: int, **settings: Any) -> ZeroEngine:
 
 def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
     """The reference: every forward and backward is with the weights of one step ago, put into an exact engine."""
-    dp, names = engine.groups.dp, [*weights(engine)]
+    dp = engine.groups.dp
     for group in engine.param_groups:
         group["lr"] = RATE
     before: dict[str, Tensor] | None = None
@@ -48,13 +48,13 @@ def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
         loss = gpt2_loss(engine, batch.chunk(dp.size)[dp.rank]).mean()
         losses.append(engine.backward(loss).item())
         if before is not None:
-            put(engine, newest, names)
+            put(engine, newest)
         before = newest
         engine.step()
     return losses
 
 
-def put(engine: ZeroEngine, values: dict[str, Tensor], names: list[str] | None = None) -> None:
+def put(engine: ZeroEngine, values: dict[str, Tensor]) -> None:
     """Behind the engine's back, as far as backwards are concerned: gradients stay."""
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -176,9 +176,3 @@ def test_an_update_that_fails_is_told(rank: int, world: int) -> None:
             train(engine, rows[2:])
         with pytest.raises(ConfigError, match="ended half way"):
             train(engine, rows[2:])
-
-
-def test_where_it_can_do_nothing_a_note_says_so() -> None:
-    engine = engine_of(1)
-    assert any("--delayed-param-update has no effect here" in note for note in engine.notes)
-    engine.destroy()
