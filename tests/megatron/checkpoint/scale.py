@@ -35,7 +35,6 @@ from megatron.config.tree import ModelConfig
 from megatron.distributed import consistency
 from megatron.model import GPT2
 from megatron.zero.deferred_init import init_chunk
-from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import groups, weight_init
 from mpu.groups import SOLO, Group
@@ -196,18 +195,13 @@ def schedule(size: int) -> tuple[int, float]:
             engine = gpt2_engine(configure_gpt2(zero_stage=3), groups.build())
             engine.forced_boundary = False  # a step would find that the others did nothing
             for _ in range(3):
-                counted, seconds = _micro_batch(engine)
-        return counted, seconds
+                tokens, begin = torch.zeros(1, 8, dtype=torch.int64), time.perf_counter()
+                with Calls("megatron/zero") as counted:
+                    engine.backward(engine(tokens, tokens, grad_scale=engine.backward_scale))
+                    engine.step()
+        return counted.count, time.perf_counter() - begin
     finally:
         dist.destroy_process_group()
-
-
-def _micro_batch(engine: ZeroEngine) -> tuple[int, float]:
-    tokens, begin = torch.zeros(1, 8, dtype=torch.int64), time.perf_counter()
-    with Calls("megatron/zero") as counted:
-        engine.backward(engine(tokens, tokens, grad_scale=engine.backward_scale))
-        engine.step()
-    return counted.count, time.perf_counter() - begin
 
 
 def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep(), lineage: Lineage | None = None

@@ -34,14 +34,6 @@ def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
     return tag, lines
 
 
-def gone_back(root: Path) -> Path:
-    """Steps 4, 6 and 8, then step 6 of a branch that went back to step 4."""
-    for step in (4, 6, 8):
-        save_solo(root, step)
-    save_solo(root, 6, seed=60, after="global_step4")
-    return root
-
-
 # ---- latest decides -------------------------------------------------------------------------------------------------
 
 def test_a_latest_that_names_no_checkpoint_costs_one_line(tmp_path: Path) -> None:
@@ -118,7 +110,9 @@ def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank0.safetensors"])
 def test_a_damaged_tag_that_was_asked_for_makes_way_for_its_ancestors_alone(name: str, tmp_path: Path) -> None:
-    gone_back(tmp_path)
+    for step in (4, 6, 8):
+        save_solo(tmp_path, step)
+    save_solo(tmp_path, 6, seed=60, after="global_step4")
     (tmp_path / "global_step8" / name).write_bytes(b"")
     tag, note = find_tag_of_step(tmp_path, 8)
     assert (tag, note) == ("global_step8", None)

@@ -1,8 +1,10 @@
 """A checkpoint of any layout is read by any other: every ordered pair of tp in {1, 2, 4} x dp in {1, 2, 4}. An engine
-loads its buffers, and takes no memory of its own for a load."""
+loads its buffers, and takes no memory of its own for a load. What a rank does to start, save, open and resume does not
+grow with the number of ranks: counts, not times."""
 
 from __future__ import annotations
 
+import os
 from itertools import product
 from pathlib import Path
 
@@ -23,6 +25,7 @@ from megatron.zero.state import persistent_buffers
 from mpu import groups
 from mpu.split import Partition
 from tests.distributed import run_ranks
+from tests.megatron.checkpoint import scale
 from tests.megatron.checkpoint.faults import before_each
 from tests.megatron.checkpoint.made import GRIDS, KINDS, SHAPES, Grid, ThreadWorld, logical, runs, save_grid
 from tests.megatron.live_bytes import STEP, LiveBytes
@@ -79,6 +82,7 @@ def test_another_logical_shape_is_an_error_that_lists_both(saved: dict[Grid, Pat
                                                       torch.empty(1))
     with pytest.raises(CheckpointError, match="holds no weight 'fc2.weight'"):
         open_checkpoint(saved[Grid(2, 1)]).shape("weight", "fc2.weight")
+    assert open_checkpoint(saved[Grid(2, 1)]).rank_state(2) is None
 
 
 def test_ranks_share_the_verification_and_fail_together(tmp_path: Path) -> None:
@@ -189,3 +193,40 @@ def test_a_load_takes_no_memory_beside_the_state(written: tuple[int, int, int], 
     (tp, dp, stage) = asked
     rises = run_ranks(rise, tp * dp, tmp_path, tp, stage)
     assert max(rises) < SMALL + STEP, rises
+
+
+# ---- a rank of many --------------------------------------------------------------------------------------------------
+
+FEW = 16
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, scale.Cost]]:
+    return phases(tmp_path_factory.mktemp("small"), FEW)
+
+
+def phases(root: Path, size: int) -> list[dict[int, scale.Cost]]:
+    saved = scale.save(root, size, 1)
+    opened, resumed, _ = scale.open_and_read(root, size)
+    return [saved, opened, resumed]
+
+
+@pytest.mark.parametrize("size", [64, pytest.param(512, marks=pytest.mark.slow),
+                                  pytest.param(4096, marks=pytest.mark.slow)])
+def test_no_phase_grows_with_the_world(size: int, tmp_path: Path, reference: list[dict[int, scale.Cost]]) -> None:
+    for what, few, many in zip(("save", "open", "resume"), reference, phases(tmp_path, size), strict=True):
+        for before, now in ((few[0], many[0]), (few[FEW // 2], many[size // 2])):
+            place = "rank 0" if before is few[0] else "another"
+            assert now.calls == before.calls, (what, place, now.calls - before.calls, before.calls - now.calls)
+            assert now.told <= before.told + 64, (what, place)  # a path, a number more
+    assert len(os.listdir(tmp_path / "global_step1")) > size  # which rank 0 alone has listed
+
+
+@pytest.mark.parametrize("size", [16, 4096])
+def test_a_rank_draws_what_it_keeps(size: int) -> None:
+    cost = scale.start(size)
+    assert cost.drawn <= cost.kept
+
+
+def test_a_micro_batch_is_as_much_work_for_the_host_however_many_ranks_there_are() -> None:
+    assert scale.schedule(2)[0] == scale.schedule(4096)[0]

@@ -21,7 +21,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
-from megatron.fsdp.sharded_tensor import local_tensor, split_into_boxes
+from megatron.fsdp.sharded_tensor import split_into_boxes
 from megatron.zero.api.initialize import initialize
 from tests.distributed import on_ranks, run_ranks
 from tests.megatron.checkpoint.made import load_candidates
@@ -161,23 +161,23 @@ def test_what_does_not_fit_is_refused(rank: int, world: int, tmp_path: Path) -> 
         load_checkpoint(other, adamw(other), tmp_path)
 
 
+def with_buffer(size: int) -> Any:
+    model: Any = Net()
+    model.register_buffer("scale", torch.full((size,), 5.0))
+    return around(model, "torch")
+
+
 @on_ranks(2)
 def test_a_buffer_of_another_shape_is_refused_before_anything_changes(rank: int, world: int, tmp_path: Path) -> None:
-    def with_buffer(size: int) -> Any:
-        model: Any = Net()
-        model.register_buffer("scale", torch.full((size,), 5.0))
-        return around(model, "torch")
-
-    model = with_buffer(1)
+    model, other = with_buffer(1), with_buffer(4)
     save_checkpoint(model, adamw(model), tmp_path)
-    other = with_buffer(4)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
-    before = [local_tensor(parameter).clone() for parameter in other.parameters()]
+    before = whole(other)
     with pytest.raises(CheckpointError, match=r"buffer 'scale': shape expected \[4\], found \[1\]"):
         load_checkpoint(other, adamw(other), tmp_path)
-    assert all(torch.equal(local_tensor(one), old) for one, old in zip(other.parameters(), before, strict=True))
+    assert same(whole(other), before)
 
 
 @on_ranks(1)

@@ -217,11 +217,11 @@ def frozen_on_one(rank: int) -> None:
     fully_shard(model, sync_module_states=True)
 
 
-def unsummed(use: Callable[[Any], Any], rank: int) -> None:
+def a_clip_without_sums(rank: int) -> None:
     model: Any = FSDP(Net())
     with model.no_sync():
         model(batch(rank, 0)).backward()
-        use(model)
+        model.clip_grad_norm_(CLIP)
 
 
 def a_gradient_by_hand(rank: int) -> None:
@@ -278,7 +278,7 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
                       "parameter 0 is a.weight: float32 [4, 4] on rank 0, a.weight: float32 [4, 4] (frozen) on rank 1"),
     "a dtype on one": (lambda rank: FSDP(Pair(), mixed_precision=rank == 1),
                        "is param_dtype = None on rank 0, param_dtype = torch.float16 on rank 1"),
-    "a clip in no_sync": (partial(unsummed, lambda model: model.clip_grad_norm_(CLIP)), "no_sync"),
+    "a clip in no_sync": (a_clip_without_sums, "no_sync"),
     "a gradient by hand": (a_gradient_by_hand, "by hand"),
     "assign=True": (lambda rank: FSDP(Net()).load_state_dict(Net().state_dict(), assign=True), "assign=True"),
     "another local shape": (a_local_state_dict_of_another_shape, "consolidate_shard_weights"),

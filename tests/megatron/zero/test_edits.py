@@ -178,14 +178,6 @@ def half(model: nn.Module) -> None:
     model.half().float()  # back again, so that the forward goes on working
 
 
-def replaced_data(model: nn.Module) -> None:
-    model.head.weight.data = torch.ones(1, WIDTH)
-
-
-def replaced(model: nn.Module) -> None:
-    model.head.weight = nn.Parameter(torch.ones(1, WIDTH))
-
-
 def of_some_frozen(stage: int, **section: object) -> Engine:
     model = Model()
     model.blocks[0].weight.requires_grad_(False)
@@ -193,10 +185,12 @@ def of_some_frozen(stage: int, **section: object) -> Engine:
 
 
 @pytest.mark.parametrize("change, stages, said", [
-    (half, (0, 1, 2), "has left the engine's buffers"), (replaced_data, (0, 1, 2), "head.weight has left"),
+    (half, (0, 1, 2), "has left the engine's buffers"),
+    (lambda model: setattr(model.head.weight, "data", torch.ones(1, WIDTH)), (0, 1, 2), "head.weight has left"),
     (lambda model: model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()},
                                          assign=True), (0, 1, 2), "is another Parameter"),
-    (replaced, STAGES, "head.weight is another Parameter"),
+    (lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(1, WIDTH))), STAGES,
+     "head.weight is another Parameter"),
     (lambda model: model.blocks.append(nn.Linear(WIDTH, WIDTH)), STAGES, "blocks.3.weight came to the model"),
     (lambda model: model.head.weight.requires_grad_(False), STAGES, "head.weight was frozen after"),
     (lambda model: model.blocks[0].weight.requires_grad_(True), STAGES, "blocks.0.weight was unfrozen after")])

@@ -380,20 +380,17 @@ def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(rank:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def saved(rank: int, world: int, kind: str, folder: str, stage: int, at: int) -> tuple[Any, Any]:
+def goes_on(rank: int, world: int, kind: str, folder: str, stage: int, at: int, is_new: bool) -> tuple[Any, Any]:
+    """Four steps after those that a new run saves, or after a load of them."""
     engine = engine_of(stage, optimizer=kind)
-    train(engine, 0, at, kind)
-    engine.save_checkpoint(folder, tag="kept")
-    train(engine, at, at + 4, kind)
-    return all_state(engine), engine.core.rule.scalars()
-
-
-def resumed(rank: int, world: int, kind: str, folder: str, stage: int, at: int) -> tuple[Any, Any]:
-    engine = engine_of(stage, optimizer=kind)
-    engine.load_checkpoint(folder, tag="kept")
-    engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
-    engine = engine_of(stage, optimizer=kind)
-    engine.load_checkpoint(folder, tag="again")
+    if is_new:
+        train(engine, 0, at, kind)
+        engine.save_checkpoint(folder, tag="kept")
+    else:
+        engine.load_checkpoint(folder, tag="kept")
+        engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
+        engine = engine_of(stage, optimizer=kind)
+        engine.load_checkpoint(folder, tag="again")
     train(engine, at, at + 4, kind)
     return all_state(engine), engine.core.rule.scalars()
 
@@ -402,7 +399,7 @@ def resumed(rank: int, world: int, kind: str, folder: str, stage: int, at: int) 
     ("onebit_adam", 0, FREEZE - 1), ("onebit_adam", 1, FREEZE + 5), ("onebit_adam", 1, FREEZE),
     ("onebit_lamb", 1, FREEZE - 1), ("onebit_lamb", 0, FREEZE), ("onebit_lamb", 0, FREEZE + 5)])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, stage: int, at: int) -> None:
-    kept, again = (run_ranks(work, 3, kind, str(tmp_path), stage, at) for work in (saved, resumed))
+    kept, again = (run_ranks(goes_on, 3, kind, str(tmp_path), stage, at, is_new) for is_new in (True, False))
     for (one, knows), (other, knew) in zip(kept, again, strict=True):
         assert len(one) > 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         assert knows == knew
@@ -442,7 +439,7 @@ def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, kind: str
 
 @on_ranks(2)
 def test_without_the_optimizers_state_the_warm_up_begins_anew(rank: int, world: int, tmp_path: Path) -> None:
-    saved(rank, world, "onebit_adam", str(tmp_path), 0, FREEZE + 2)
+    goes_on(rank, world, "onebit_adam", str(tmp_path), 0, FREEZE + 2, True)
     engine = engine_of(0)
     engine.load_checkpoint(tmp_path, tag="kept", load_optimizer_states=False)
     assert not engine.core.compressed_exchanges
