@@ -38,7 +38,7 @@ from tests.without_waits import Place, waits, without
 MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.storage"]
 
 
-ONLY_MEMORY = {"FlatBucket.prefetch", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
+ONLY_MEMORY = {"FlatBucket.start_gather", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
                "StreamingHostStorage.iter_chunks"}
 """There a wait keeps memory from being freed, at the end or after an error; the late ferry holds what it copies."""
 
