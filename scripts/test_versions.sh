@@ -11,8 +11,8 @@ ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$ROOT"
 
 SMOKE=(tests/test_architecture.py tests/test_neighbours.py tests/megatron/config/test_arguments.py
-       tests/megatron/zero/test_layout.py tests/megatron/zero/test_optimizers.py tests/megatron/optim/test_schedulers.py
-       tests/megatron/checkpoint/test_tensorfile.py tests/megatron/model/test_gpt2.py tests/mpu/test_layers.py
+       tests/megatron/zero/test_optimizers.py tests/megatron/zero/test_skipping.py tests/megatron/optim/test_schedulers.py
+       tests/megatron/checkpoint/test_files.py tests/megatron/model/test_gpt2.py tests/mpu/test_layers.py
        tests/data/test_text_files.py tests/data/test_indexed.py)
 VERSIONS="$ROOT/.cache/versions"
 

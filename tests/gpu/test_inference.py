@@ -24,7 +24,6 @@ def prompts() -> list[list[int]]:
 
 @torch.no_grad()
 def test_logits_over_a_cache_are_those_of_the_whole_text(device: torch.device) -> None:
-    """With each number of rows there is, past the sizes of several recordings."""
     model = GPT2(SHAPE).to(device)
     decoder, texts = Decoder(model, 7), prompts()
     decoder.prefill(range(len(texts)), texts)

@@ -53,6 +53,6 @@ def test_the_predicted_peak_is_what_the_allocator_saw(values: dict[str, Any], st
     predicted = max(moment.total for moment in step_phases(PlannedRun(config)))
     assert predicted > 0
     if not on_gpu:
-        return  # a CPU has no allocator that counts; tests/megatron/zero/test_memory.py measures there
+        return  # a CPU has no allocator that counts; tests/megatron/zero/test_costs.py measures there
     # 5 %: blocks are rounded up by the allocator, and some kernels take work space.
     assert predicted == pytest.approx(torch.cuda.max_memory_allocated(device) - before, rel=0.05)

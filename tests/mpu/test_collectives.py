@@ -1,5 +1,6 @@
 """Every collective against the same thing done by hand on the inputs of all ranks, and the two numbers that say whether
-this process is in one and how many it has begun."""
+this process is in one and how many it has begun. What the mean at one bit a number sends (its numbers:
+tests/megatron/zero/test_one_bit.py)."""
 
 from __future__ import annotations
 
@@ -17,6 +18,7 @@ from mpu.collective_tracker import CollectiveState
 from mpu.collectives import (all_gather, all_gather_into, all_gather_json, all_reduce, all_reduce_into,
                              all_reduce_scalar, all_to_all_into, barrier, broadcast_into, broadcast_json,
                              reduce_scatter_into, via_host)
+from mpu.compressed_all_reduce import CompressedAllReduce
 from mpu.groups import SOLO, Group, build, group_from_process_group
 from mpu.split import ParallelError
 from tests.distributed import on_ranks, run_ranks
@@ -54,7 +56,6 @@ def _out_of_place(rank: int, world: int, tp: Group, dtype: torch.dtype) -> None:
 
 
 def _into(rank: int, world: int, group: Group, dtype: torch.dtype) -> None:
-    """Many are in flight."""
     inputs = [_input(r, dtype, 6 * world) for r in range(world)]
     total = torch.stack(inputs).sum(0).to(dtype)
     flat, gathered, alias = inputs[rank].clone(), torch.empty(6 * world, dtype=dtype), inputs[rank].clone()
@@ -103,7 +104,6 @@ FULLS = [torch.randn(1_200_000, generator=torch.Generator().manual_seed(r)).bflo
 
 
 def test_sixteen_bit_shards_are_summed_in_fp32_unless_an_accelerator_is_asked_otherwise() -> None:
-    """On a CPU in rank order."""
     total, exact = FULLS[0] + FULLS[1] + FULLS[2] + FULLS[3], torch.stack(FULLS).double().sum(0)
     runs = [run_ranks(_random_sums, 4, *how) for how in ((False,), (True,), (True, torch.bfloat16))]
     for rank, ((_, wide, narrow, _), (_, on_device, rounded, _), (_, asked, alike, _)) in enumerate(zip(*runs)):
@@ -200,3 +200,82 @@ def test_numbers_go_on_where_they_are_shown_from_now_on(numbers: memoryview) -> 
     collective_tracker.write_counters_to(elsewhere := memoryview(array("Q", [0, 0])))
     collective_tracker.mark_idle()
     assert list(elsewhere) == [0, 1] and list(numbers) == [CollectiveState.WAITING, 1]
+
+
+# ---- the mean at one bit a number ------------------------------------------------------------------------------------
+
+ROW, STEPS = 128, 20
+SEGMENTS = {1: [[2, 1]], 2: [[1, 2], [3]], 3: [[1, 1], [2], [1, 1]]}
+"""Ranks -> rows of each segment of each chunk."""
+
+
+def given(rank: int, step: int, ranks: int) -> Tensor:
+    """Numbers whose size differs from segment to segment."""
+    rows = sum(map(sum, SEGMENTS[ranks]))
+    generator = torch.Generator().manual_seed(1000 * step + rank)
+    return torch.randn(rows, ROW, generator=generator).mul_(torch.logspace(-4, 2, rows)[:, None]).view(-1)
+
+
+def silent(ranks: int) -> Tensor:
+    """A whole segment, some numbers here and there, and the end of the last row."""
+    mask = torch.rand(ranks * ROW * sum(SEGMENTS[ranks][0]), generator=torch.Generator().manual_seed(5)) < 0.1
+    mask[:ROW * SEGMENTS[ranks][0][0]] = True
+    mask[-50:] = True
+    return mask
+
+
+def said(rank: int, world: int, on_accelerator: bool) -> list[tuple[Tensor, Tensor]]:
+    """What all hear and this rank owes, step by step."""
+    with accelerator_side(on_accelerator):
+        mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+        mean._tile = ROW
+        mean.exclude(silent(world))
+        found = []
+        for step in range(STEPS):
+            mean.worker_error.add_(given(rank, step, world))
+            out = exchanged(mean)
+            mean.copy_result_to(own := torch.empty(mean.chunk_numel), rank)
+            assert torch.equal(own, out.view(world, -1)[rank])
+            found.append((out, mean.worker_error.clone()))
+        return found
+
+
+def exchanged(mean: CompressedAllReduce) -> Tensor:
+    mean.send_to_servers()
+    mean.reduce_and_send()
+    mean.wait_for_result()
+    mean.copy_result_to(out := torch.empty_like(mean.worker_error))
+    return out
+
+
+def test_an_accelerator_says_the_same_bits() -> None:
+    for here, there in zip(*(run_ranks(said, 2, on_accelerator) for on_accelerator in (False, True)), strict=True):
+        for (out, owed), (found, left) in zip(here, there, strict=True):
+            assert torch.equal(out > 0, found > 0) and torch.equal(out == 0, found == 0)
+            torch.testing.assert_close(found, out, rtol=1e-6, atol=0)
+            assert (owed - left).abs().max() <= 1e-6 * owed.abs().max()
+
+
+def test_a_group_of_one_says_everything_it_owes() -> None:
+    mean = CompressedAllReduce(SOLO, SEGMENTS[1], torch.device("cpu"))
+    mask = silent(1)
+    mean.exclude(mask)
+    mean.worker_error.copy_(numbers := given(0, 0, 1))
+    mean.server_error.fill_(1.0)  # of a run on more ranks
+    out = exchanged(mean)
+    assert torch.equal(out, (numbers + 1).masked_fill(mask, 0.0))
+    assert not mean.worker_error.any() and not mean.server_error.any()
+    assert float(mean.squared_norms().sum()) == pytest.approx(float(out.double().square().sum()), rel=1e-6)
+
+
+@on_ranks(3)
+def test_bytes_on_the_wire_are_those_of_the_formula(rank: int, world: int) -> None:
+    mean = CompressedAllReduce(build(1).dp, SEGMENTS[world], torch.device("cpu"))
+    with patch("mpu.compressed_all_reduce.all_to_all_into", Mock(wraps=all_to_all_into)) as to_servers, \
+            patch("mpu.compressed_all_reduce.all_gather_into", Mock(wraps=all_gather_into)) as to_all:
+        exchanged(mean)
+    (_, messages, _), (_, message, _) = to_servers.call_args.args, to_all.call_args.args
+    assert messages.dtype == message.dtype == torch.uint8
+    signs = 2 * mean.chunk_numel // 8
+    sizes = 2 * 4 * max(map(len, SEGMENTS[world]))
+    assert messages[0].numel() + message.numel() == signs + sizes, "to each other rank"

@@ -216,7 +216,6 @@ def test_a_batch_without_weight_teaches_nothing_and_a_second_backward_says_what_
 
 
 def test_no_rows_have_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Not whatever the memory held."""
     monkeypatch.setattr(torch, "empty_like", lambda like, **how: torch.full_like(like, torch.nan, **how))
     hidden, _, target, loss_weight = _case(torch.float32)
     for mean, accelerator in product((True, False), (False, True)):

@@ -143,7 +143,6 @@ def test_chunks_are_few_equal_and_fit_their_memory() -> None:
 
 @on_ranks(2)
 def test_ranks_exchange_once_a_chunk(rank: int, world: int) -> None:
-    """Two chunks of a loss with gradients."""
     tp, calls = build(world).tp, []
     hidden, weight = torch.randn(4096, 16), torch.randn(64, 16, requires_grad=True)
     target = torch.zeros(4096, dtype=torch.int64)

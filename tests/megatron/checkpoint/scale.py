@@ -35,7 +35,6 @@ from megatron.config.tree import ModelConfig
 from megatron.distributed import consistency
 from megatron.model import GPT2
 from megatron.zero.deferred_init import init_chunk
-from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import groups, weight_init
 from mpu.groups import SOLO, Group
@@ -102,7 +101,6 @@ class Played(ThreadWorld):
         return json.loads(text)
 
     def run(self, action: Callable[[Group], Any]) -> list[Any]:
-        """The action on both ranks; what it gave."""
         def timed(group: Group) -> Any:
             self._of_thread.cost = self.costs[group.rank]
             begin = time.perf_counter()
@@ -165,7 +163,6 @@ class Model:
         return sum(layout.shard_numel for layout, _ in self.buckets)
 
     def draw(self, dp_rank: int) -> list[torch.Tensor]:
-        """The shards of one rank."""
         shards = []
         for layout, sources in self.buckets:
             shards.append(torch.zeros(layout.shard_numel))
@@ -190,20 +187,6 @@ def start(size: int) -> Cost:
     return cost
 
 
-def make_groups(size: int) -> tuple[float, int]:
-    """Seconds and calls of torch.distributed to make the groups of the last rank, on the fake backend."""
-    dist.init_process_group("fake", rank=size - 1, world_size=size, store=FakeStore())
-    made: list[object] = []
-    real = dist.new_group
-    try:
-        begin = time.perf_counter()
-        with mock.patch.object(dist, "new_group", lambda *given, **named: made.append(0) or real(*given, **named)):
-            groups.build(TP)
-        return time.perf_counter() - begin, len(made)
-    finally:
-        dist.destroy_process_group()
-
-
 def schedule(size: int) -> tuple[int, float]:
     """(calls of the engine's functions, seconds) of a micro-batch at stage 3, for rank 0 of a data parallel group."""
     dist.init_process_group("fake", rank=0, world_size=size, store=FakeStore())
@@ -212,18 +195,13 @@ def schedule(size: int) -> tuple[int, float]:
             engine = gpt2_engine(configure_gpt2(zero_stage=3), groups.build())
             engine.forced_boundary = False  # a step would find that the others did nothing
             for _ in range(3):
-                counted, seconds = _micro_batch(engine)
-        return counted, seconds
+                tokens, begin = torch.zeros(1, 8, dtype=torch.int64), time.perf_counter()
+                with Calls("megatron/zero") as counted:
+                    engine.backward(engine(tokens, tokens, grad_scale=engine.backward_scale))
+                    engine.step()
+        return counted.count, time.perf_counter() - begin
     finally:
         dist.destroy_process_group()
-
-
-def _micro_batch(engine: ZeroEngine) -> tuple[int, float]:
-    tokens, begin = torch.zeros(1, 8, dtype=torch.int64), time.perf_counter()
-    with Calls("megatron/zero") as counted:
-        engine.backward(engine(tokens, tokens, grad_scale=engine.backward_scale))
-        engine.step()
-    return counted.count, time.perf_counter() - begin
 
 
 def save(root: Path, size: int, step: int, keep: writer.Keep = writer.Keep(), lineage: Lineage | None = None

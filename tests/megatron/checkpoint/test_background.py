@@ -29,7 +29,7 @@ from megatron.checkpoint.writer import AsyncSaver
 from megatron.errors import NumericsError, PeerError, StorageError, TrainerError
 from megatron.train.loop import Trainer
 from megatron.zero.api.engine import Engine
-from tests.distributed import RankError, run_ranks
+from tests.distributed import RankError, on_ranks, run_ranks
 from tests.megatron.checkpoint.faults import before_each, failing, held_back
 from tests.megatron.checkpoint.made import open_quietly
 from tests.megatron.helpers import ROOT, TINY, lines, steps, total_digest, train, train_all, write_corpus
@@ -75,7 +75,6 @@ def slow_writes(root: Path, seconds: float) -> Iterator[None]:
 
 
 def test_what_is_saved_is_the_state_at_the_start_whatever_happens_to_it_meanwhile(tmp_path: Path) -> None:
-    """Of tensors of any type and shape, twice: the host's copy is used again."""
     engine, told = engine_of(), list[Any]()
     for number in (1, 2):
         step(engine)
@@ -162,7 +161,6 @@ def test_one_that_is_abandoned_too_late_is_complete(tmp_path: Path) -> None:
 
 
 def test_a_save_that_another_engine_left_under_way_comes_before_the_next_one(tmp_path: Path) -> None:
-    """An engine that a notebook dropped, and one that writes elsewhere."""
     dropped, elsewhere, engine = engine_of(), engine_of(), engine_of()
     dropped.save_checkpoint(tmp_path / "s", "first", in_background=True)
     with held_back(tmp_path / "other") as go:
@@ -188,37 +186,31 @@ def test_the_error_of_another_ones_save_is_told_there_and_not_here(tmp_path: Pat
     earlier.finish_save()
 
 
-def dropped_on_ranks(rank: int, world: int, root: Path) -> list[str]:
+@on_ranks(2)
+def test_ranks_complete_together_what_one_of_their_engines_left(rank: int, world: int, tmp_path: Path) -> None:
     """Rank 0 says the folder; the last rank writes the first save later than the others."""
-    with slow_writes(root, 0.3 * rank):
-        engine_of(world, 2).save_checkpoint(root / str(rank) if rank else root, "first", in_background=True)
-        engine_of(world, 2).save_checkpoint(root, "second")
-    return [(root / "latest").read_text().strip(), *tag_names(root)]
+    with slow_writes(tmp_path, 0.3 * rank):
+        engine_of(world, 2).save_checkpoint(tmp_path / str(rank) if rank else tmp_path, "first", in_background=True)
+        engine_of(world, 2).save_checkpoint(tmp_path, "second")
+    assert [(tmp_path / "latest").read_text().strip(), *tag_names(tmp_path)] == ["second", "first", "second"]
 
 
-def test_ranks_complete_together_what_one_of_their_engines_left_under_way(tmp_path: Path) -> None:
-    assert run_ranks(dropped_on_ranks, 2, tmp_path) == [["second", "first", "second"]] * 2
-
-
-def failed_beside_a_writer(rank: int, world: int, root: Path) -> None:
+@on_ranks(2)
+def test_a_rank_that_fails_is_told_while_another_one_still_writes(rank: int, world: int, tmp_path: Path) -> None:
     """Rank 1 fails while rank 0 writes: all advance at once, and only then rank 0 completes its file."""
     engine, advance = engine_of(world, 2), AsyncSaver._advance
-    full = failing(root, errno.ENOSPC, lambda operation, path: path.endswith("rank1.safetensors"), ["write"])
-    with held_back(root) if rank == 0 else full as go:
+    full = failing(tmp_path, errno.ENOSPC, lambda operation, path: path.endswith("rank1.safetensors"), ["write"])
+    with held_back(tmp_path) if rank == 0 else full as go:
         def completes_its_file(saver: AsyncSaver) -> None:
             if go is not None:
                 go.set()
             advance(saver)
 
-        engine.save_checkpoint(root, in_background=True)
+        engine.save_checkpoint(tmp_path, in_background=True)
         with mock.patch.object(AsyncSaver, "_advance", completes_its_file):
             with pytest.raises(StorageError, match="No space left"):
                 for _ in range(500):
                     step(engine)
-
-
-def test_a_rank_that_fails_is_told_while_another_one_still_writes(tmp_path: Path) -> None:
-    run_ranks(failed_beside_a_writer, 2, tmp_path)
     assert tag_names(tmp_path) == []
 
 

@@ -34,14 +34,6 @@ def opened(root: Path, **options: bool) -> tuple[str, list[str]]:
     return tag, lines
 
 
-def gone_back(root: Path) -> Path:
-    """Steps 4, 6 and 8, then step 6 of a branch that went back to step 4."""
-    for step in (4, 6, 8):
-        save_solo(root, step)
-    save_solo(root, 6, seed=60, after="global_step4")
-    return root
-
-
 # ---- latest decides -------------------------------------------------------------------------------------------------
 
 def test_a_latest_that_names_no_checkpoint_costs_one_line(tmp_path: Path) -> None:
@@ -118,8 +110,9 @@ def test_falling_back_never_goes_forward_into_an_abandoned_branch(tmp_path: Path
 
 @pytest.mark.parametrize("name", [MANIFEST, "rank0.safetensors"])
 def test_a_damaged_tag_that_was_asked_for_makes_way_for_its_ancestors_alone(name: str, tmp_path: Path) -> None:
-    """Not for the tag of `latest`, which is of another branch."""
-    gone_back(tmp_path)
+    for step in (4, 6, 8):
+        save_solo(tmp_path, step)
+    save_solo(tmp_path, 6, seed=60, after="global_step4")
     (tmp_path / "global_step8" / name).write_bytes(b"")
     tag, note = find_tag_of_step(tmp_path, 8)
     assert (tag, note) == ("global_step8", None)
@@ -216,11 +209,6 @@ def test_a_folder_a_tag_of_it_and_a_folder_with_a_colon(tmp_path: Path, monkeypa
 
 # ---- which tags there are --------------------------------------------------------------------------------------------
 
-def test_tags_are_listed_by_iteration_and_not_by_spelling(tmp_path: Path) -> None:
-    for step, tag in ((10, None), (9, None), (100, "best.v1"), (99, None), (101, None)):
-        save_solo(tmp_path, step, tag=tag)
-    assert tag_names(tmp_path) == ["global_step9", "global_step10", "global_step99", "best.v1", "global_step101"]
-
 
 def test_no_checkpoint_is_an_error_that_names_the_folder_and_no_tag_one_that_names_the_tag(tmp_path: Path) -> None:
     (tmp_path / "empty" / "not_a_tag").mkdir(parents=True)
@@ -255,7 +243,6 @@ def test_a_folder_that_cannot_be_read_is_not_taken_for_an_empty_one(tmp_path: Pa
 
 
 def test_every_rank_looks_at_its_share_of_the_files_alone(tmp_path: Path) -> None:
-    """The ranks that load are fewer than, as many as, or more than those that saved."""
     save_grid(tmp_path, Grid(2, 2))
     folder = tmp_path / "global_step1"
     for shares in (1, 2, 3, 4, 7):

@@ -16,10 +16,8 @@ import pytest
 from megatron.checkpoint.cli import main
 from megatron.checkpoint.tags import describe_format
 from megatron.errors import CheckpointError
-from tests.megatron.checkpoint.made import Grid, save_grid, save_solo
-from tests.megatron.helpers import TINY, train
-
-TREE = Path(__file__).parents[3]
+from tests.megatron.checkpoint.made import Grid, Payload, save_grid, save_solo
+from tests.megatron.helpers import ROOT, TINY, train
 
 
 @pytest.fixture
@@ -81,7 +79,7 @@ def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest
 def test_list_and_verify_import_no_torch(root: Path) -> None:
     (root.parent / "torch.py").write_text("raise SystemExit('torch was imported')")
     for command in ("list", "verify"):
-        done = subprocess.run([sys.executable, "-m", "megatron.checkpoint", command, str(root)], cwd=TREE,
+        done = subprocess.run([sys.executable, "-m", "megatron.checkpoint", command, str(root)], cwd=ROOT,
                               env={**os.environ, "PYTHONPATH": str(root.parent)}, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -167,13 +165,6 @@ def test_a_root_without_a_tag_that_can_be_read_recommends_none(root: Path, capsy
     assert main(["list", str(root)]) == 4
     told = capsys.readouterr().err.splitlines()
     assert [line.split(":")[0] for line in told] == ["warning", "warning", "error"] and "no committed" in told[2]
-
-
-class Payload:
-    """Unpickled, it makes a folder called `canary` in the current one."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("canary",)
 
 
 def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch

@@ -28,8 +28,7 @@ from mpu.groups import SOLO
 from tests.distributed import run_ranks
 from tests.megatron.checkpoint.faults import Killed, dying_at
 from tests.megatron.checkpoint.made import load_candidates, printed, save_solo, weight
-
-TREE = Path(__file__).parents[3]
+from tests.megatron.helpers import ROOT
 
 
 def changes_of_a_save(root: Path, step: int) -> int:
@@ -60,7 +59,6 @@ def in_background(plan: SavePlan) -> None:
 
 @pytest.fixture(params=[writer.finish, in_background], ids=["foreground", "background"])
 def saves(request: pytest.FixtureRequest) -> Iterator[None]:
-    """How saves are completed."""
     with mock.patch.object(writer, "finish", request.param):
         yield
 
@@ -142,7 +140,7 @@ with open_staging_folder(Path(sys.argv[1]), "global_step2", "other"):
 
 
 def test_a_staging_folder_of_a_program_that_saves_now_is_left_alone_until_that_is_dead(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", STAGE, str(tmp_path)], cwd=TREE,
+    with subprocess.Popen([sys.executable, "-c", STAGE, str(tmp_path)], cwd=ROOT,
                           stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
         assert other.stdout is not None and other.stdout.readline() == b"staged\n"
         save_solo(tmp_path, 2, run="other")  # of the same name: both went on from one checkpoint
@@ -245,7 +243,7 @@ with lock_save_root(sys.argv[1]):
 
 def test_the_second_job_is_told_who_was_first_under_every_name_of_the_folder(tmp_path: Path) -> None:
     names = names_of(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(names[0])], cwd=TREE, stdin=subprocess.PIPE,
+    with subprocess.Popen([sys.executable, "-c", HOLD, str(names[0])], cwd=ROOT, stdin=subprocess.PIPE,
                           stdout=subprocess.PIPE) as first:
         assert first.stdout is not None and first.stdout.readline() == b"held\n"
         for name in names:

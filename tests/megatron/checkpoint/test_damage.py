@@ -121,7 +121,6 @@ def mixes() -> Iterator[tuple[str, list[tuple[str, str]]]]:
 
 
 def test_no_mix_is_accepted(tags: dict[str, Path], tmp_path: Path) -> None:
-    """As copied, and with checksums that were made to fit."""
     tried, folder = 0, tmp_path / TAG
     for number, (other, files) in enumerate(mixes()):
         shutil.copytree(tags["ours"], folder)
@@ -196,7 +195,6 @@ def opened_in_its_own_folder(rank: int, world_size: int, folders: list[str]) -> 
 
 
 def test_ranks_that_find_other_checkpoints_under_one_name_load_none(tmp_path: Path) -> None:
-    """Each node with a disk of its own, and an older copy, or another run's, on one of them."""
     for name in ("a", "b"):
         save_grid(tmp_path / name, Grid(1, 2))
     shutil.copytree(tmp_path / "a", tmp_path / "copy")
@@ -257,7 +255,6 @@ WORDS: tuple[Any, ...] = (
 
 
 def places(value: Any, where: Where = ()) -> Iterator[Where]:
-    """Of every value inside."""
     children = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
     for key, child in children:
         yield (*where, key)
@@ -265,7 +262,6 @@ def places(value: Any, where: Where = ()) -> Iterator[Where]:
 
 
 def mutate(value: Any, random_: random.Random) -> None:
-    """Change something in a record."""
     found = list(places(value))
     where, how = random_.choice(found), random_.randrange(8)
     parent, key = value, where[-1]
@@ -289,7 +285,6 @@ def mutate(value: Any, random_: random.Random) -> None:
 
 
 def make_senseless(folder: Path, random_: random.Random) -> None:
-    """Change one file of a tag."""
     path = random_.choice(sorted(folder.iterdir()))
 
     def change(value: Any) -> Any:

@@ -47,6 +47,9 @@ def test_every_layout_gives_the_logical_tensors(tmp_path: Path) -> None:
         assert zero_to_fp32.main([str(root), str(tmp_path / "all.safetensors")]) == 0
         assert same(load_file(tmp_path / "all.safetensors"), expected(0))
         assert same(dict(zero.get_fp32_state_dict_from_zero_checkpoint(root)), expected(0))
+        size = write_fp32_weights(open_checkpoint(root), tmp_path / "merged.safetensors")
+        assert size == (tmp_path / "merged.safetensors").stat().st_size
+        assert same(load_file(tmp_path / "merged.safetensors"), expected(0))
         lazy = zero.get_fp32_state_dict_from_zero_checkpoint(root, lazy_mode=True)
         assert isinstance(lazy, LazyStateDict) and same(dict(lazy), expected(0))
 

@@ -28,6 +28,7 @@ from megatron.train import build
 from megatron.zero.api.checkpoint_io import load_external_weights
 from mpu.groups import build as build_groups
 from tests.distributed import run_ranks
+from tests.megatron.checkpoint.made import Payload
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, train_all, write_corpus
 
 os.environ["HF_HUB_OFFLINE"] = "1"
@@ -111,7 +112,6 @@ def test_import_then_export_gives_their_files_back_bit_for_bit(hf: Path, tmp_pat
 
 
 def test_a_trained_run_exported_gives_the_logits_of_the_run(tmp_path: Path) -> None:
-    """And imported again, the weights of its checkpoint to the bit."""
     root, folder, again = tmp_path / "s", tmp_path / "hf", tmp_path / "again"
     run_ranks(train_all, 2, [[*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters",
                               3, "--lr", 1e-2, "--model-parallel-size", 2, "--save", root]])
@@ -295,7 +295,6 @@ def nanogpt_file(path: Path, hf: Path, *, bias: bool = True, rows: int = VOCAB, 
 
 
 def test_nanogpt_weights_are_ours(hf: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """From the folder and from the file; the padding of the table is kept unless told otherwise."""
     nanogpt_file(tmp_path / "ckpt.pt", hf, rows=320, compiled=True)
     for number, source in enumerate((tmp_path, tmp_path / "ckpt.pt")):
         assert main(["convert", str(source), "--output", str(tmp_path / f"o{number}"), "--vocab-size", str(VOCAB)]) == 0
@@ -429,12 +428,6 @@ def test_a_state_dict_that_deepspeeds_script_made_of_a_megatron_model_is_read(
 
 
 # ---- hostile files --------------------------------------------------------------------------------------------------
-
-class Payload:
-    """Unpickled by a loader that looks names up, it makes a folder called `canary`."""
-
-    def __reduce__(self) -> tuple[object, ...]:
-        return os.mkdir, ("canary",)
 
 
 def test_a_payload_in_a_torch_file_is_never_run(hf: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -132,7 +132,6 @@ def test_anything_else_is_refused_by_its_path() -> None:
 
 
 def test_random_states_go_through_a_checkpoint_as_megatron_saves_them(tmp_path: Path) -> None:
-    """The state dict that scripts of Megatron's time hand to save_checkpoint."""
     random.seed(5)
     np.random.seed(6)
     torch.manual_seed(7)

@@ -118,7 +118,6 @@ def test_a_sentencepiece_model_that_changes_the_text_is_copied_as_it_is(tmp_path
 
 
 def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: Path) -> None:
-    """Where the files say which of ours it is; else the line names both sizes, their owners and the remedy."""
     corpus = write_corpus(tmp_path / "corpus")
     train([*TINY, "--train-data", corpus, "--train-iters", 1, "--save", tmp_path / "s"])
     assert main(["convert", str(tmp_path / "s"), "--output", str(tmp_path / "hf")]) == 0

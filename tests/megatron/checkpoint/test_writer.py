@@ -34,7 +34,7 @@ from megatron.errors import (CODES_BY_NAME, CheckpointError, ConfigError, Numeri
                              TrainerError, exit_code)
 from mpu.groups import build
 from mpu.split import ParallelError, Partition
-from tests.distributed import RankError, run_ranks
+from tests.distributed import RankError, on_ranks, run_ranks
 from tests.megatron.checkpoint import made
 from tests.megatron.checkpoint.faults import before_each, failing
 from tests.megatron.checkpoint.made import (KINDS, SHAPES, Grid, load_from, open_quietly, save_grid, save_solo, weight,
@@ -286,16 +286,14 @@ def fails(rank: int, kind: type[Exception]) -> int:
     return rank
 
 
-def every_kind(rank: int, world: int) -> list[tuple[str, str, int | None]]:
-    group = build(1).world
-    return [raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group))
-            for kind in (*ERRORS, DerivedError)]
-
-
-def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all() -> None:
+@on_ranks(3)
+def test_every_error_that_has_an_exit_code_is_the_first_failing_ranks_on_all(rank: int, world: int) -> None:
     assert CODES_BY_NAME.keys() <= {kind.__name__ for kind in ERRORS}
-    expected = [(kind.__name__, "rank 1 cannot", exit_code(kind())) for kind in (*ERRORS, ConfigError)]
-    assert run_ranks(every_kind, 3) == [expected] * 3
+    group = build(1).world
+    for kind in (*ERRORS, DerivedError):
+        found = raised(partial(all_succeed_or_raise, partial(fails, rank, kind), group))
+        shared = ConfigError if kind is DerivedError else kind
+        assert found == (shared.__name__, "rank 1 cannot", exit_code(shared()))
 
 
 def test_a_bug_is_shared_with_nobody() -> None:

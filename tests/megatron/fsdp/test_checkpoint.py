@@ -21,7 +21,7 @@ from megatron.checkpoint.reader import open_checkpoint
 from megatron.checkpoint.tags import tag_names
 from megatron.errors import CheckpointError, ConfigError
 from megatron.fsdp import clip_grad_norm_, fully_shard, load_checkpoint, save_checkpoint
-from megatron.fsdp.sharded_tensor import local_tensor, split_into_boxes
+from megatron.fsdp.sharded_tensor import split_into_boxes
 from megatron.zero.api.initialize import initialize
 from tests.distributed import on_ranks, run_ranks
 from tests.megatron.checkpoint.made import load_candidates
@@ -97,13 +97,18 @@ CONFIG = {"train_batch_size": 2, "optimizer": {"type": "AdamW", "params": {"lr":
           "zero_optimization": {"stage": 2}}
 
 
-def of_the_engine(rank: int, world: int, folder: str) -> Any:
+def by_the_engine(rank: int, world: int, first: int, last: int, load: str | None, save: str | None) -> Any:
+    """The weights before and after these steps, and how many steps there have been."""
     engine = initialize(model=Net(), config=CONFIG)[0]
-    for number in range(3):
+    if load is not None:
+        engine.load_checkpoint(load)
+    before = {name: value.clone() for name, value in engine.module_state_dict().items()}
+    for number in range(first, last):
         engine.backward(engine(batch(rank, number)))
         engine.step()
-    engine.save_checkpoint(folder)
-    return {name: value.clone() for name, value in engine.module_state_dict().items()}
+    if save is not None:
+        engine.save_checkpoint(save)
+    return before, {name: value.clone() for name, value in engine.module_state_dict().items()}, engine.global_steps
 
 
 def into_shards(rank: int, world: int, folder: str) -> Any:
@@ -118,32 +123,14 @@ def into_shards(rank: int, world: int, folder: str) -> Any:
     return loaded, steps, whole(model)
 
 
-def back_into_the_engine(rank: int, world: int, folder: str) -> Any:
-    engine = initialize(model=Net(), config=CONFIG)[0]
-    engine.load_checkpoint(folder)
-    loaded = {name: value.clone() for name, value in engine.module_state_dict().items()}
-    for number in range(4, 6):
-        engine.backward(engine(batch(rank, number)))
-        engine.step()
-    return loaded, engine.global_steps, dict(engine.module_state_dict())
-
-
-def straight_on(rank: int, world: int) -> Any:
-    engine = initialize(model=Net(), config=CONFIG)[0]
-    for number in range(6):
-        engine.backward(engine(batch(rank, number)))
-        engine.step()
-    return dict(engine.module_state_dict())
-
-
 def test_the_engine_and_the_face_go_on_from_each_others_checkpoints(tmp_path: Path) -> None:
     folder = str(tmp_path)
-    first = run_ranks(of_the_engine, 2, folder)[0]
+    _, first, _ = run_ranks(by_the_engine, 2, 0, 3, None, folder)[0]
     loaded, steps, after = run_ranks(into_shards, 2, folder)[0]
     assert equal_state(loaded, first) and steps == {3.0}
-    again, count, last = run_ranks(back_into_the_engine, 2, folder)[0]
+    again, last, count = run_ranks(by_the_engine, 2, 4, 6, folder, None)[0]
     assert equal_state(again, after) and count == 6
-    plain = run_ranks(straight_on, 2)[0]
+    _, plain, _ = run_ranks(by_the_engine, 2, 0, 6, None, None)[0]
     assert max(float((plain[name] - last[name]).abs().max()) for name in plain) < 1e-6
 
 
@@ -163,7 +150,7 @@ def test_the_names_of_a_module_that_shares_a_parameter_are_those_of_the_model(ra
 
 @on_ranks(2)
 def test_what_does_not_fit_is_refused(rank: int, world: int, tmp_path: Path) -> None:
-    of_the_engine(rank, world, str(tmp_path))
+    by_the_engine(rank, world, 0, 1, None, str(tmp_path))
     model: Any = around(Net(), "torch")
     with pytest.raises((CheckpointError, ConfigError), match="outermost"):
         save_checkpoint(model.blocks[0], adamw(model), tmp_path)
@@ -174,23 +161,23 @@ def test_what_does_not_fit_is_refused(rank: int, world: int, tmp_path: Path) -> 
         load_checkpoint(other, adamw(other), tmp_path)
 
 
+def with_buffer(size: int) -> Any:
+    model: Any = Net()
+    model.register_buffer("scale", torch.full((size,), 5.0))
+    return around(model, "torch")
+
+
 @on_ranks(2)
 def test_a_buffer_of_another_shape_is_refused_before_anything_changes(rank: int, world: int, tmp_path: Path) -> None:
-    def with_buffer(size: int) -> Any:
-        model: Any = Net()
-        model.register_buffer("scale", torch.full((size,), 5.0))
-        return around(model, "torch")
-
-    model = with_buffer(1)
+    model, other = with_buffer(1), with_buffer(4)
     save_checkpoint(model, adamw(model), tmp_path)
-    other = with_buffer(4)
     with torch.no_grad():
         for parameter in other.parameters():
             parameter.mul_(2)
-    before = [local_tensor(parameter).clone() for parameter in other.parameters()]
+    before = whole(other)
     with pytest.raises(CheckpointError, match=r"buffer 'scale': shape expected \[4\], found \[1\]"):
         load_checkpoint(other, adamw(other), tmp_path)
-    assert all(torch.equal(local_tensor(one), old) for one, old in zip(other.parameters(), before, strict=True))
+    assert same(whole(other), before)
 
 
 @on_ranks(1)

@@ -3,6 +3,7 @@ buffers, modules, hooks."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from contextlib import nullcontext
 from copy import deepcopy
 from functools import partial
@@ -99,29 +100,17 @@ def test_recomputation_reads_the_buffers_of_its_forward() -> None:
 # ---- modules and parameters that came late -----------------------------------------------------------------------
 
 
-def a_new_module(model: Any) -> None:
-    width = model.blocks[1].wide.out_features
-    model.blocks[1].wide = nn.Sequential(model.blocks[1].wide, nn.Linear(width, width))
-
-
-def a_replaced_module(model: Any) -> None:
-    model.blocks[0].narrow = nn.Linear(model.blocks[0].narrow.in_features, model.blocks[0].narrow.out_features)
-
-
-def a_replaced_parameter(model: Any) -> None:
-    model.last.bias = nn.Parameter(torch.zeros(model.last.bias.shape))
-
-
-def a_new_parameter(model: Any) -> None:
-    model.blocks[0].adapter = nn.Parameter(torch.zeros(3))
-
-
-CHANGES = (a_new_module, a_replaced_module, a_replaced_parameter, a_new_parameter)
+CHANGES: dict[str, Callable[[Any], None]] = {
+    "a new module": lambda model: setattr(
+        model.blocks[1], "wide", nn.Sequential(model.blocks[1].wide, nn.Linear(7, 7))),
+    "a replaced module": lambda model: setattr(model.blocks[0], "narrow", nn.Linear(7, 6)),
+    "a replaced parameter": lambda model: setattr(model.last, "bias", nn.Parameter(torch.zeros(6))),
+    "a new parameter": lambda model: setattr(model.blocks[0], "adapter", nn.Parameter(torch.zeros(3)))}
 
 
 @on_ranks(2)
 def test_what_is_added_after_sharding_is_refused(rank: int, world: int) -> None:
-    for way, change in product(("nested", "torch"), CHANGES):
+    for way, change in product(("nested", "torch"), CHANGES.values()):
         model = around(Net(), way)
         model(batch(rank, 0)).sum().backward()
         change(model)

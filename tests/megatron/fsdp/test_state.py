@@ -215,7 +215,6 @@ def test_a_state_dict_inside_summon_full_params_is_that_of_the_unwrapped_model(r
 
 @on_ranks(2)
 def test_a_state_dict_of_a_module_around_the_summoned_one(rank: int, world: int) -> None:
-    """An outer module may have no parameters itself."""
     model: Any = FSDP(nn.Sequential(FSDP(Net()), FSDP(Net())))
     plain = nn.Sequential(Net(), Net())
     with model.summon_full_params(recurse=False):
@@ -255,7 +254,6 @@ FROM_THE_FIRST = StateDictOptions(full_state_dict=True, broadcast_from_rank0=Tru
 
 @on_ranks(2)
 def test_torchs_functions_give_and_take_the_whole_and_parts(rank: int, world: int) -> None:
-    """On all ranks, on the first one alone, and each rank its part."""
     for way, saves, loads in (("nested", FULL, FULL), ("torch", FULL, FULL), ("nested", OF_THE_FIRST, FROM_THE_FIRST),
                               ("torch", OF_THE_FIRST, FROM_THE_FIRST), ("torch", None, None)):
         model, optimizer = trained(way, rank, 3)

@@ -13,7 +13,7 @@ from unittest.mock import patch
 import pytest
 import torch
 import torch.distributed.checkpoint as dcp
-from torch import Tensor, nn
+from torch import nn
 
 from megatron import fsdp
 from megatron.fsdp.state_dict import summon_full_params
@@ -115,11 +115,7 @@ ON_HOST = [("odd sizes", "torch", None), ("tied", "nested", None), ("frozen", "t
 
 def outcome(name: str, way: str, rank: int, **given: Any) -> tuple[list[float], dict[str, list[float]]]:
     losses, weights = by_shards(MODELS[name], way, rank, STEPS, **given)
-    return losses, {key: bits(tensor) for key, tensor in weights.items()}
-
-
-def bits(tensor: Tensor) -> list[float]:
-    return tensor.detach().double().flatten().tolist()  # type: ignore[no-any-return]
+    return losses, {key: tensor.detach().double().flatten().tolist() for key, tensor in weights.items()}
 
 
 def differing(rank: int, world: int, name: str, way: str, dtype: torch.dtype | None) -> bool:

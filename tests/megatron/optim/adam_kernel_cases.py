@@ -1,6 +1,6 @@
 """What the fused kernel of the update must do, against torch's fused kernel and against float64.
 
-test_adam_kernel.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
+test_adam.py runs these tests on a CPU in Triton's interpreter, and tests/gpu/test_loss.py on a GPU.
 """
 
 from __future__ import annotations
@@ -44,7 +44,6 @@ Flat = dict[str, Tensor | None]
 
 
 def made(kinds: tuple[torch.dtype, torch.dtype | None], numel: int = sum(LENGTHS)) -> Flat:
-    """Flat buffers in the middle of a run."""
     generator = torch.Generator().manual_seed(1)
     grad_kind, narrow_kind = kinds
     flat = {name: torch.randn(numel, generator=generator).to(DEVICE) for name in ("master", "grad", "exp_avg", "new")}

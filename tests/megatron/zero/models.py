@@ -179,15 +179,6 @@ class Passes(Net):
         return super().forward(x)
 
 
-class Twice(Net):
-    """Every block is used twice in a row."""
-
-    def middle(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(block(x))
-        return x
-
-
 class FrozenTwice(Net):
     """A block with frozen layers is used twice in a row."""
 
@@ -201,37 +192,23 @@ class FrozenTwice(Net):
         return x
 
 
-class Dicts(Net):
-    """A block returns a dict."""
-
-    class Element(Block):
-        def forward(self, x: Any) -> Any:
-            return {"x": super().forward(x["x"]), "deep": [x["x"]], "none": None}
-
-    def middle(self, x: Tensor) -> Tensor:
-        state: Any = {"x": x}
-        for block in self.blocks:
-            state = block(state)
-        return state["x"] + state["deep"][0]  # type: ignore[no-any-return]
-
-
 @dataclass
 class Record:
     x: Tensor
 
 
-class Records(Net):
-    """A block returns an object of its own."""
+class Dicts(Net):
+    """A block returns a dict, with an object of its own inside."""
 
     class Element(Block):
         def forward(self, x: Any) -> Any:
-            return Record(super().forward(x.x))
+            return {"record": Record(super().forward(x["record"].x)), "deep": [x["record"].x], "none": None}
 
     def middle(self, x: Tensor) -> Tensor:
-        state = Record(x)
+        state: Any = {"record": Record(x)}
         for block in self.blocks:
             state = block(state)
-        return state.x
+        return state["record"].x + state["deep"][0]  # type: ignore[no-any-return]
 
 
 class LayerDrop(Net):

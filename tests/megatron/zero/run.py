@@ -118,7 +118,6 @@ def work(bucket: FlatBucket) -> Tensor:
 
 
 def states(bucket: FlatBucket) -> list[Tensor]:
-    """Of the optimizer."""
     return [kept(bucket, kind) for kind in bucket.master_state.kinds if kind != WEIGHT]
 
 

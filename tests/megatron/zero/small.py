@@ -16,13 +16,13 @@ WIDTH, STAGES = 8, (0, 1, 2, 3)
 class Model(nn.Module):
     """Three blocks; of the second `unused` parameters never reach the loss."""
 
-    def __init__(self, *, unused: bool = False) -> None:
+    def __init__(self, *, unused: bool = False, width: int = WIDTH, seed: int = 0) -> None:
         super().__init__()
-        torch.manual_seed(0)
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
+        torch.manual_seed(seed)
+        self.blocks = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
         if unused:
-            self.blocks[1].extra = nn.Linear(WIDTH, 1)
-        self.head = nn.Linear(WIDTH, 1)
+            self.blocks[1].extra = nn.Linear(width, 1)
+        self.head = nn.Linear(width, 1)
 
     def forward(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -31,16 +31,16 @@ class Model(nn.Module):
 
 
 def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, precision: str = "fp32",
-              lr: float = 0.1, **section: Any) -> Engine:
+              lr: float = 0.1, keys: dict[str, Any] | None = None, **section: Any) -> Engine:
+    """`keys`: of the configuration; `section`: of its zero_optimization."""
     return zero.initialize(model=model or Model(), config={
         "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
         "optimizer": {"type": "SGD", "params": {"lr": lr}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
+        **(keys or {}), "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
 
 
 def rows(rank: int, number: int) -> Tensor:
-    """A micro-batch."""
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + number))
 
 

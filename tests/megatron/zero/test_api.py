@@ -15,7 +15,6 @@ from torch import nn
 
 from megatron import zero
 from megatron.errors import CheckpointError, ConfigError, StorageError
-from megatron.optim.schedulers import WarmupLR
 from megatron.zero.api.engine import Engine
 from tests.distributed import on_ranks, run_ranks
 
@@ -62,25 +61,19 @@ def three_groups(model: nn.Module) -> list[dict[str, Any]]:
             {"params": [p for name, p in named if p.dim() == 1 and "layers" not in name], "betas": (0.5, 0.7)}]
 
 
-def plain_training(make: Any, count: int) -> list[torch.Tensor]:
-    """The loop everyone knows, on the whole batch."""
+def adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(three_groups(model), lr=1e-2, eps=1e-6)
+
+
+def plain_training(count: int) -> list[torch.Tensor]:
     model = Model()
-    optimizer = make(three_groups(model))
+    optimizer = adamw(model)
     for batch in batches(count):
         optimizer.zero_grad()
         model(batch).backward()
         nn.utils.clip_grad_norm_(model.parameters(), 0.5)
         optimizer.step()
     return [p.detach() for p in model.parameters()]
-
-
-def adamw(groups: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(groups, lr=1e-2, eps=1e-6)
-
-
-def nadam(groups: Any) -> torch.optim.Optimizer:
-    groups = [{key: value for key, value in group.items() if key != "weight_decay"} for group in groups]
-    return torch.optim.NAdam(groups, lr=1e-2, eps=1e-6)
 
 
 def weights_of(engine: Engine) -> list[torch.Tensor]:
@@ -97,13 +90,14 @@ def train(engine: Engine, count: int, start: int = 0) -> list[torch.Tensor]:
     return weights_of(engine)
 
 
-@pytest.mark.parametrize("make", [adamw, nadam])
 @on_ranks(2)
-def test_every_stage_trains_a_users_model_as_plain_torch_does(rank: int, world: int, make: Any) -> None:
-    wanted = plain_training(make, 8)
+def test_every_stage_trains_a_users_model_as_plain_torch_does(rank: int, world: int) -> None:
+    wanted = plain_training(8)
     for stage in range(4):
         model = Model(seed=rank)  # every rank takes the values of the first
-        engine = zero.initialize(model=model, optimizer=make(three_groups(model)), config=config(stage))[0]
+        optimizer = adamw(model)
+        engine, wrapped, _, _ = zero.initialize(model=model, optimizer=optimizer, config=config(stage))
+        assert wrapped.param_groups is optimizer.param_groups
         assert engine.get_lr() == [1e-2, 3e-3, 1e-2] and model.mask.all()
         # 2e-6: halves of the batch are summed in another order; 8 steps of 1e-2 (measured 4e-7).
         torch.testing.assert_close(train(engine, 8), wanted, rtol=0, atol=2e-6)
@@ -125,22 +119,6 @@ def test_counters_boundaries_and_rates(rank: int, world: int) -> None:
         assert (engine.micro_steps, engine.global_steps, engine.global_samples, engine.skipped_steps) == counters
     assert engine.train_batch_size() == 16 and engine.get_type() == ["AdamW"] and engine.get_global_grad_norm() > 0
     assert (engine.loss_scale, optimizer.cur_scale, optimizer.loss_scale, optimizer.overflow) == (1.0, 1.0, 1.0, False)
-
-
-def test_a_users_scheduler_is_stepped_and_the_loader_gives_micro_batches() -> None:
-    model = Model()
-    optimizer = torch.optim.SGD(model.parameters(), lr=1.0)
-    engine, wrapped, loader, _ = zero.initialize(
-        model=model, optimizer=optimizer, training_data=list(torch.randn(16, 4)), config=config(2),
-        lr_scheduler=lambda optimizer: WarmupLR(optimizer, 0.0, 1e-2, 4, "linear"))
-    assert loader is not None and wrapped.param_groups is optimizer.param_groups
-    rates = []
-    for batch in loader:
-        assert batch.shape == (ROWS // 2, 4)
-        engine.backward(engine(batch))
-        engine.step()
-        rates.append(engine.get_lr()[0])
-    assert rates == pytest.approx([0.0, 2.5e-3, 5e-3, 7.5e-3])
 
 
 def with_loader(size: int = 16) -> tuple[Engine, Any]:
@@ -203,7 +181,6 @@ def test_a_resume_in_mid_epoch_has_the_order_of_that_epoch_as_a_loop_that_is_lef
 
 @on_ranks(2)
 def test_a_checkpoint_brings_back_everything_at_any_stage(rank: int, world: int, tmp_path: Path) -> None:
-    """Two ranks, no accumulation: stages are bit-equal."""
     first = zero.initialize(model=Model(), config=config(2))[0]
     train(first, 3)
     first.save_checkpoint(tmp_path, client_state={"epoch": 7, "best": 0.25})
@@ -220,23 +197,8 @@ def test_a_checkpoint_brings_back_everything_at_any_stage(rank: int, world: int,
         second.save_checkpoint(tmp_path / f"again{stage}")
         second.load_checkpoint(tmp_path / f"again{stage}", load_module_only=True)
     assert second.load_checkpoint(tmp_path / "empty") == (None, None)
-
-
-def test_what_cannot_be_loaded_or_saved_is_refused(tmp_path: Path) -> None:
-    engine = zero.initialize(model=Model(), config=config())[0]
-    train(engine, 1)
-    for state, error, told in (({"optimizer": 1}, ConfigError, "client_state: optimizer is the engine's own"),
-                               ({"model": object()}, CheckpointError, "client_state/model: a value of type object")):
-        with pytest.raises(error, match=told):
-            engine.save_checkpoint(tmp_path, client_state=state)
-    engine.save_checkpoint(tmp_path, client_state={"mean": torch.ones(3)})
-    assert torch.equal(engine.load_checkpoint(tmp_path)[1]["mean"], torch.ones(3))  # type: ignore[index]
     with pytest.raises(CheckpointError, match="never"):
-        engine.load_checkpoint(tmp_path, tag="never")
-
-
-def with_lion() -> dict[str, Any]:
-    return config(optimizer={"type": "Lion", "params": {"lr": 1e-3}})
+        second.load_checkpoint(tmp_path, tag="never")
 
 
 MISFITS: dict[str, tuple[Callable[[Model], object], Callable[[Model], object], str, dict[str, bool]]] = {
@@ -262,7 +224,8 @@ def test_what_does_not_fit_is_refused_before_anything_changes(what: str, tmp_pat
     change_saved(saved)
     change(model)
     zero.initialize(model=saved, config=config())[0].save_checkpoint(tmp_path)
-    engine = zero.initialize(model=model, config=with_lion() if what == "another optimizer" else config())[0]
+    lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}} if what == "another optimizer" else {}
+    engine = zero.initialize(model=model, config=config(**lion))[0]
     before = weights_of(engine)
     with pytest.raises(CheckpointError, match=told):
         engine.load_checkpoint(tmp_path)
@@ -284,10 +247,6 @@ def test_save_16bit_model_writes_a_state_dict_or_says_that_it_did_not(rank: int,
         assert all(torch.equal(found[name].float(), value.bfloat16().float()) for name, value in wanted.items())
 
 
-def not_the_models() -> list[nn.Parameter]:
-    return [nn.Parameter(torch.ones(1))]
-
-
 MISUSES: list[tuple[Callable[[Model], dict[str, Any]], str]] = [
     (lambda model: {}, "needs one configuration, found none"),
     (lambda model: {"args": argparse.Namespace(deepspeed_config="x.json"), "config": config()},
@@ -301,7 +260,7 @@ MISUSES: list[tuple[Callable[[Model], dict[str, Any]], str]] = [
     (lambda model: {"config": config(), "optimizer": torch.optim.AdamW([*model.layers.parameters(),
                                                                         *model.outlet.parameters()])},
      "2 parameters are in no param group of the optimizer, inlet.weight first"),
-    (lambda model: {"config": config(), "optimizer": torch.optim.SGD(not_the_models(), lr=1.0)},
+    (lambda model: {"config": config(), "optimizer": torch.optim.SGD([nn.Parameter(torch.ones(1))], lr=1.0)},
      "1 parameters that are not the model's"),
     (lambda model: {"config": config(), "mpu": object()}, "without get_model_parallel_rank"),
     (lambda model: {"config": {"train_batch_size": 4, "scheduler": {"type": "WarmupLR", "params": {}}}},

@@ -48,7 +48,6 @@ def on_device(engine: ZeroEngine) -> int:
 
 
 def cells(folder: Path) -> list[dict[str, Any]]:
-    """Each stage, precision and storage."""
     host = {"offload_optimizer_device": "cpu", "offload_update": "host", "sub_group_size": 3072}
     return [{"zero_stage": 0, **PRECISIONS["bf16"]}, {"zero_stage": 1, **PRECISIONS["fp16"], "model_parallel_size": 2},
             {"zero_stage": 2, **host, "checkpoint_activations": True}, {"zero_stage": 3, **PRECISIONS["bf16"]},

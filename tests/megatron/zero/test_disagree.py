@@ -338,7 +338,6 @@ COPIES: list[tuple[int, Callable[[Any], object], str]] = [
 
 @on_ranks(2)
 def _refuse_copies(rank: int, world: int, folders: list[list[str]]) -> None:
-    """By inference and by an engine."""
     grid = build(1)
     for (stage, _, told), of_ranks in zip(COPIES, folders, strict=True):
         core = gpt2_engine(configure_gpt2(hidden_size=16, num_attention_heads=2, vocab_size=64,

@@ -50,7 +50,6 @@ def values(engine: Engine) -> list[Tensor]:
 
 @pytest.mark.parametrize("stage", STAGES)
 def test_what_is_written_to_fp32_weights_lasts(stage: int) -> None:
-    """At stage 3, of those that persist."""
     for name, write in {**WRITES, **UNCOUNTED}.items():
         engine = engine_of(stage, "fp32", stage3_param_persistence_threshold=1000)
         for _ in range(2):
@@ -155,8 +154,6 @@ def test_what_would_meet_half_an_edit_is_refused(tmp_path: Path, stage: int, wor
 
 
 class Renormed(Model):
-    """Its forward writes to a weight."""
-
     def __init__(self) -> None:
         super().__init__()
         self.table = nn.Embedding(4, WIDTH)
@@ -181,14 +178,6 @@ def half(model: nn.Module) -> None:
     model.half().float()  # back again, so that the forward goes on working
 
 
-def replaced_data(model: nn.Module) -> None:
-    model.head.weight.data = torch.ones(1, WIDTH)
-
-
-def replaced(model: nn.Module) -> None:
-    model.head.weight = nn.Parameter(torch.ones(1, WIDTH))
-
-
 def of_some_frozen(stage: int, **section: object) -> Engine:
     model = Model()
     model.blocks[0].weight.requires_grad_(False)
@@ -196,10 +185,12 @@ def of_some_frozen(stage: int, **section: object) -> Engine:
 
 
 @pytest.mark.parametrize("change, stages, said", [
-    (half, (0, 1, 2), "has left the engine's buffers"), (replaced_data, (0, 1, 2), "head.weight has left"),
+    (half, (0, 1, 2), "has left the engine's buffers"),
+    (lambda model: setattr(model.head.weight, "data", torch.ones(1, WIDTH)), (0, 1, 2), "head.weight has left"),
     (lambda model: model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()},
                                          assign=True), (0, 1, 2), "is another Parameter"),
-    (replaced, STAGES, "head.weight is another Parameter"),
+    (lambda model: setattr(model.head, "weight", nn.Parameter(torch.ones(1, WIDTH))), STAGES,
+     "head.weight is another Parameter"),
     (lambda model: model.blocks.append(nn.Linear(WIDTH, WIDTH)), STAGES, "blocks.3.weight came to the model"),
     (lambda model: model.head.weight.requires_grad_(False), STAGES, "head.weight was frozen after"),
     (lambda model: model.blocks[0].weight.requires_grad_(True), STAGES, "blocks.0.weight was unfrozen after")])
@@ -285,14 +276,6 @@ def test_a_param_group_that_comes_later_is_refused() -> None:
 # ---- gradients -------------------------------------------------------------------------------------------------------
 
 
-def batch(number: int) -> Tensor:
-    return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(number))
-
-
-def made(stage: int, model: nn.Module | None = None, precision: str = "fp32") -> Any:
-    return small.engine_of(stage, model, 2, precision)
-
-
 @pytest.fixture(params=["cpu", "accelerator"])
 def side(request: pytest.FixtureRequest) -> Iterator[str]:
     with accelerator_side(request.param == "accelerator"):
@@ -307,10 +290,10 @@ EDITS: list[Callable[[Any], object]] = [
 @pytest.mark.parametrize("stage", [0, 1])
 def test_between_backwards_the_view_is_the_gradient(stage: int, side: str) -> None:
     for edit in EDITS:
-        engine, plain = made(stage), Model()
+        engine, plain = small.engine_of(stage, None, 2), Model()
         for number in range(2):
-            engine.backward(engine(batch(number)))
-            (plain(batch(number)) / 2).backward()
+            engine.backward(engine(rows(0, number)))
+            (plain(rows(0, number)) / 2).backward()
             if number == 0:
                 engine.step()
                 for net in (engine.module, plain):
@@ -323,14 +306,14 @@ def test_between_backwards_the_view_is_the_gradient(stage: int, side: str) -> No
 @pytest.mark.parametrize("stage, when", pairs(  # at stage 3 torch refuses it: the parameter has no elements
     [0, 1, 2], ["before a backward", "before a step", "between micro-batches, where it is no view"], each=1))
 def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, side: str) -> None:
-    engine = made(stage, precision="bf16" if "no view" in when else "fp32")
+    engine = small.engine_of(stage, None, 2, "bf16" if "no view" in when else "fp32")
     parameter = engine.module.head.bias
 
     def set_by_hand() -> None:
         parameter.grad = torch.ones_like(parameter)
 
     def backward(number: int) -> None:
-        engine.backward(engine(batch(number).to(engine.working_dtype)))
+        engine.backward(engine(rows(0, number).to(engine.working_dtype)))
 
     with pytest.raises(ConfigError, match="head.bias.grad was set by hand"):
         if when == "before a backward":
@@ -353,18 +336,18 @@ def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: 
     """As the error of the step says: a micro-batch from before it does not count twice."""
     norms = []
     for refused in (False, True):
-        engine = made(stage, precision=precision)
+        engine = small.engine_of(stage, None, 2, precision)
         if refused:
-            engine.backward(engine(batch(7).to(engine.working_dtype)))
+            engine.backward(engine(rows(0, 7).to(engine.working_dtype)))
             engine.step()
             parameter = engine.module.head.bias
             parameter.grad = torch.ones_like(parameter)
             with pytest.raises(ConfigError, match="was set by hand"):
-                engine.backward(engine(batch(8).to(engine.working_dtype)))
+                engine.backward(engine(rows(0, 8).to(engine.working_dtype)))
             with pytest.raises(ConfigError, match="what had been accumulated is gone"):
                 engine.step()
         for number in range(2):
-            engine.backward(engine(batch(number).to(engine.working_dtype)))
+            engine.backward(engine(rows(0, number).to(engine.working_dtype)))
             engine.step()
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
@@ -372,9 +355,9 @@ def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: 
 
 @on_ranks(2)
 def test_set_on_one_rank_it_is_refused_by_all(rank: int, world: int) -> None:
-    engine = made(1)
+    engine = small.engine_of(1, None, 2)
     for number in range(2):
-        engine.backward(engine(batch(number)))
+        engine.backward(engine(rows(0, number)))
         if number == 0:
             engine.step()
     if rank == 1:
@@ -386,12 +369,12 @@ def test_set_on_one_rank_it_is_refused_by_all(rank: int, world: int) -> None:
 @pytest.mark.parametrize("stage", [0, 3])
 def test_those_of_a_backward_before_the_engine_are_dropped_with_a_word(stage: int, side: str) -> None:
     model = Model()
-    model(batch(7)).backward()
+    model(rows(0, 7)).backward()
     with pytest.warns(UserWarning, match="blocks.0.weight.grad, made before zero.initialize, is dropped"):
-        engines = made(stage, model), made(stage)
+        engines = small.engine_of(stage, model, 2), small.engine_of(stage, None, 2)
     for engine in engines:
         for number in range(2):
-            engine.backward(engine(batch(number)))
+            engine.backward(engine(rows(0, number)))
             engine.step()
     norms = [engine.get_global_grad_norm() for engine in engines]
     assert norms[0] == norms[1]

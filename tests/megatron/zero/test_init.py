@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from megatron import zero
-from megatron.config.tree import Config, build_config
+from megatron.config.tree import Config
 from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.train import build
@@ -25,7 +25,7 @@ from mpu import groups, weight_init
 from mpu.groups import Groups
 from tests.distributed import on_ranks
 from tests.megatron.zero.offload.swap_files import open_swap_files
-from tests.megatron.zero.run import master
+from tests.megatron.zero.run import configure_gpt2, master
 
 WIDTH = 16
 
@@ -195,8 +195,6 @@ class Assembled(nn.Module):
         super().__init__()
 
         class Late(nn.Linear):
-            """Defined while the model is made."""
-
             def __init__(self) -> None:
                 super().__init__(WIDTH, WIDTH)
 
@@ -260,10 +258,8 @@ CPU = torch.device("cpu")
 
 
 def config_of(stage: int, precision: str, tp: int = 1) -> Config:
-    return build_config({
-        "num_layers": 2, "hidden_size": 32, "num_attention_heads": 4, "max_position_embeddings": 16, "vocab_size": 61,
-        "make_vocab_size_divisible_by": 8, "zero_stage": stage, "model_parallel_size": tp, "batch_size": 2,
-        "stage3_param_persistence_threshold": 100, **({} if precision == "fp32" else {precision: True})})
+    return configure_gpt2(zero_stage=stage, model_parallel_size=tp, batch_size=2,
+                          stage3_param_persistence_threshold=100, **({} if precision == "fp32" else {precision: True}))
 
 
 @pytest.mark.parametrize(("stage", "precision", "tp"), [

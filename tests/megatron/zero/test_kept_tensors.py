@@ -167,7 +167,6 @@ EVERY = [*product(ENGINES, WAYS)]
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_no_kept_tensor_is_garbage(world: int) -> None:
-    """Each engine and each way once."""
     names = [(engine, way) for number, (engine, way) in enumerate(EVERY) if number % (len(WAYS) + 1) == world - 1]
     assert run_ranks(wrong_reads, world, names) == [[]] * world
 
@@ -244,7 +243,7 @@ def errors(engine: Engine, folder: Path) -> None:
         train_gpt2(engine.core, batches(1))
 
 
-def left(rank: int, world: int, drive: Path, folder: Path, use: Use, is_on_drive: bool = True) -> list[str]:
+def left(rank: int, world: int, drive: Path, folder: Path, use: Use, is_on_drive: bool) -> list[str]:
     threads = set(threading.enumerate())
     things = things_of(drive if is_on_drive else None, folder, use)
     gc.collect()
@@ -267,15 +266,11 @@ def things_of(drive: Path | None, folder: Path, use: Use) -> list[weakref.ref[ob
                                              *engine.module.parameters())]
 
 
-@pytest.mark.parametrize("use, is_on_drive", [(destroy, False), (errors, True), (errors, False)])
-def test_an_engine_goes_with_its_model(tmp_path: Path, is_on_drive: bool, use: Use) -> None:
+@pytest.mark.parametrize("use, is_on_drive, ranks", [
+    (destroy, False, 1), (errors, True, 1), (errors, False, 1), (all_kinds_of_things, True, 2)])
+def test_an_engine_goes_with_its_model(tmp_path: Path, is_on_drive: bool, use: Use, ranks: int) -> None:
     (tmp_path / "drive").mkdir()
-    assert left(0, 1, tmp_path / "drive", tmp_path, use, is_on_drive) == []
-
-
-def test_engines_of_several_ranks_go(tmp_path: Path) -> None:
-    (tmp_path / "drive").mkdir()
-    assert run_ranks(left, 2, tmp_path / "drive", tmp_path, all_kinds_of_things) == [[]] * 2
+    assert run_ranks(left, ranks, tmp_path / "drive", tmp_path, use, is_on_drive) == [[]] * ranks
 
 
 def test_a_model_that_waits_for_an_engine_goes(tmp_path: Path) -> None:

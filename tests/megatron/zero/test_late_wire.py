@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 import megatron.zero
 from megatron import zero
@@ -22,37 +22,32 @@ from mpu import groups
 from tests.distributed import RankError, on_ranks, run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero import test_one_bit as one_bit
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
+from tests.megatron.zero.run import configure_gpt2, gpt2_loss, weights
+from tests.megatron.zero.small import Model
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
 
 WIDTH = 24
 
 
-class Net(nn.Module):
-    """Blocks, a head, and a buffer, all drawn differently on each rank."""
+class Net(Model):
+    """Has a buffer, too; all is drawn differently on each rank."""
 
-    def __init__(self) -> None:
-        super().__init__()
-        self.blocks = nn.ModuleList(nn.Linear(WIDTH, WIDTH) for _ in range(3))
-        self.head = nn.Linear(WIDTH, 1)
+    def __init__(self, rank: int) -> None:
+        super().__init__(width=WIDTH, seed=rank)
         self.register_buffer("shift", torch.randn(WIDTH))
 
     def forward(self, x: Tensor) -> Tensor:
-        x = x + self.shift
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
+        return super().forward(x + self.shift)
 
 
 def life(rank: int, stage: int, bf16: bool, folder: str) -> list[Tensor]:
     """An engine is built, trains with accumulation, evaluates, is edited, fails in a backward, saves and loads."""
-    torch.manual_seed(rank)
     config = build_config({"zero_stage": stage, "lr": 1e-2, "lr_decay_style": "constant", "clip_grad": 0.5,
                            "bf16": bf16, "batch_size": 4, "global_batch_size": 16,
                            "stage3_param_persistence_threshold": 30})
     with zero.Init(enabled=stage == 3):
-        net = Net()
+        net = Net(rank)
     with zero.GatheredParameters(net.head.weight, modifier_rank=1):
         net.head.weight.data.mul_(2.0)
     engine = zero.initialize(model=net, config=config, mpu=groups.build(1))[0]
@@ -88,29 +83,18 @@ def _fail(gradient: Tensor) -> None:
 
 
 def gpt2(rank: int, stage: int, bf16: bool) -> list[Tensor]:
-    """Recomputation, the loss head and tied weights."""
+    """Initial weights that the engine draws, edited before it has; recomputation, the loss head and tied weights."""
     grid = groups.build(1)
-    engine = gpt2_engine(configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2,
-                                        checkpoint_activations=True, checkpoint_num_layers=1,
-                                        global_batch_size=8), grid)
-    draw = torch.Generator().manual_seed(rank)
-    for _ in range(4):
-        engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
-        engine.step()
-    return [value.float() for value in weights(engine).values()]
-
-
-def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
-    """Initial weights that the engine draws, edited before it has; and a step."""
-    grid = groups.build(1)
-    config = configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2, global_batch_size=4)
+    config = configure_gpt2(zero_stage=stage, bf16=bf16, lr=1e-2, lr_warmup_iters=0, batch_size=2, global_batch_size=8,
+                            checkpoint_activations=True, checkpoint_num_layers=1)
     model = build_model(config, grid)
     with zero.GatheredParameters(model.wpe.weight, modifier_rank=1):
         model.wpe.weight.data.mul_(2.0 + rank)
     engine = build_engine(config, model, grid, torch.device("cpu")).core
     draw = torch.Generator().manual_seed(rank)
-    engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
-    engine.step()
+    for _ in range(4):
+        engine.backward(gpt2_loss(engine, torch.randint(0, 61, (2, 17), generator=draw)))
+        engine.step()
     return [value.float() for value in weights(engine).values()]
 
 
@@ -120,17 +104,16 @@ def drawn(rank: int, stage: int, bf16: bool) -> list[Tensor]:
 def test_a_late_wire_changes_nothing(rank: int, world: int, native: bool, tmp_path: Path) -> None:
     with accelerator_side(native):
         for stage, bf16 in product(range(4), (False, True)):
-            wanted = life(rank, stage, bf16, f"{tmp_path}/plain") + gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
+            wanted = life(rank, stage, bf16, f"{tmp_path}/plain") + gpt2(rank, stage, bf16)
             assert not any(value.isnan().any() for value in wanted)
             for seed in (0, 1):
                 with late_wire(seed) as network:
-                    found = life(rank, stage, bf16, f"{tmp_path}/late{seed}")
-                    found += gpt2(rank, stage, bf16) + drawn(rank, stage, bf16)
+                    found = life(rank, stage, bf16, f"{tmp_path}/late{seed}") + gpt2(rank, stage, bf16)
                 assert len(network.log) > 10
                 assert all(map(torch.equal, found, wanted)), f"stage {stage}, bf16 {bf16}, seed {seed}"
 
 
-class Idle(Net):
+class Idle(Model):
     """The last block takes part in the first forward only."""
 
     used = 3
@@ -151,7 +134,7 @@ def test_weights_on_their_way_are_waited_for_before_new_ones(rank: int, world: i
             config = build_config({"zero_stage": stage, "bf16": bf16, "batch_size": 4, "global_batch_size": 8,
                                    "ignore_unused_parameters": True, "lr": 1e-2})
             with late_wire():
-                engine = zero.initialize(model=Idle(), config=config, mpu=groups.build(1))[0]
+                engine = zero.initialize(model=Idle(width=WIDTH), config=config, mpu=groups.build(1))[0]
                 for _ in range(3):
                     engine.backward(engine(torch.ones(4, WIDTH, dtype=engine.working_dtype)))
                     engine.core.step()  # new weights travel until they are needed
@@ -188,7 +171,7 @@ STAGES = (1, 3)
 
 
 def whole(rank: int, stage: int, folder: str) -> list[Tensor]:
-    return life(rank, stage, True, folder) + drawn(rank, stage, True) + said(stage)
+    return life(rank, stage, True, folder) + gpt2(rank, stage, True) + said(stage)
 
 
 def whole_lives(rank: int, world: int, folder: str) -> list[list[Tensor]]:

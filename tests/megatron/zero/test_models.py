@@ -22,7 +22,7 @@ from tests.distributed import RankError, run_ranks
 from tests.late_wire import late_wire
 from tests.megatron.zero.models import (WIDTH, AllInBlocks, BlockTwice, Buffers, Dicts, EndsInABlock, Experts, Frozen,
                                         FrozenTwice, InPlace, LayerDrop, Net, NoList, OddSizes, Opaque, Passes,
-                                        Permuted, RankDrop, ReadLater, Records, RootReadsBlock, Slices, Teacher,
+                                        Permuted, RankDrop, ReadLater, RootReadsBlock, Slices, Teacher,
                                         ThreeElements, TiedBlocks, TiedToRoot, Words)
 from tests.megatron.zero.offload.test_equal import everywhere
 from tests.megatron.zero.run import DTYPES, PlainLoop, configure, engine_around, step, weights
@@ -49,7 +49,6 @@ def evaluating(engine: Engine, x: Tensor) -> None:
 
 
 def summing(engine: Engine, x: Tensor) -> None:
-    """Two forwards, one backward."""
     one, two = x.chunk(2)
     engine.backward((engine(one) + engine(two)) / 2)
     step(engine, LR)
@@ -64,14 +63,12 @@ def queueing(engine: Engine, x: Tensor) -> None:
 
 
 def failing_forward(engine: Engine, x: Tensor) -> None:
-    """A forward that ends in the second block, then a good step."""
     with pytest.raises(RuntimeError, match="on purpose"), broken(engine.module, backward=False):
         engine(x)
     plainly(engine, x)
 
 
 def failing_backward(engine: Engine, x: Tensor) -> None:
-    """A backward that ends in the second block, then a good step."""
     with pytest.raises(RuntimeError, match="on purpose"), broken(engine.module, backward=True):
         engine.backward(engine(x))
     plainly(engine, x)
@@ -159,7 +156,7 @@ ALL = (0, 1, 2, 3)
 
 WORKS: dict[Case, tuple[int, ...]] = {
     **{Case(model): ALL for model in (
-        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes, FrozenTwice, Dicts, Records,
+        Net, OddSizes, ThreeElements, NoList, AllInBlocks, EndsInABlock, Slices, Passes, FrozenTwice, Dicts,
         BlockTwice, LayerDrop, Frozen, Buffers, InPlace, Teacher, Permuted, Words, TiedToRoot,
         TiedBlocks, Experts)},
     **{Case(Net, script): ALL for script in (evaluating, summing, queueing, failing_forward, failing_backward)},

@@ -17,6 +17,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed import on_ranks
+from tests.megatron.zero import small
 
 BLOCKS = 3
 
@@ -37,16 +38,20 @@ class Model(nn.Module):
         return (self.head(x) - 1).square().mean()
 
 
+def engine_around(model: nn.Module, stage: int, quantizing: dict[str, Any], keys: dict[str, Any], **more: Any
+                  ) -> Engine:
+    quantizing = {"enabled": True, "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, **quantizing}
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+    return small.engine_of(stage, model, keys={"optimizer": optimizer, "quantize_training": quantizing, **keys}, **more)
+
+
 def made(stage: int = 0, model: nn.Module | None = None, accumulation: int = 1, eigenvalue: Any = None,
          period: int = 2, **more: Any) -> Engine:
-    return zero.initialize(model=model or Model(), config={
-        "train_micro_batch_size_per_gpu": 3, "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-4, **(eigenvalue or {})},
-        "quantize_training": {
-            "enabled": True, "quantize_verbose": True, "quantize_bits": {"start_bits": 16, "target_bits": 12},
-            "quantize_schedule": {"quantize_period": period, "schedule_offset": 0}}, **more})[0]
+    return engine_around(model or Model(), stage, {
+        "quantize_verbose": True, "quantize_bits": {"start_bits": 16, "target_bits": 12},
+        "quantize_schedule": {"quantize_period": period, "schedule_offset": 0}}, {
+        "train_micro_batch_size_per_gpu": 3, "eigenvalue": {"enabled": True, "verbose": True, "tol": 1e-4,
+                                                            **(eigenvalue or {})}, **more}, accumulation=accumulation)
 
 
 def batch(rank: int) -> Tensor:
@@ -96,7 +101,6 @@ def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
 
 @on_ranks(2)
 def test_eigenvalues_are_those_of_the_dense_second_derivative(rank: int, world: int) -> None:
-    """Before the first bit falls."""
     for stage, accumulation in ((0, 1), (1, 2), (2, 1), (3, 2)):
         engine = made(stage, accumulation=accumulation)
         seen = looked_for(engine)
@@ -163,7 +167,6 @@ class Counting(Model):
 
 
 def test_weights_buffers_and_random_streams_are_those_of_a_run_that_does_not_look() -> None:
-    """Until bits fall otherwise."""
     runs = []
     for enabled in (True, False):
         torch.manual_seed(3)
@@ -177,7 +180,6 @@ def test_weights_buffers_and_random_streams_are_those_of_a_run_that_does_not_loo
 
 
 def test_a_resumed_run_knows_its_factors(tmp_path: Path) -> None:
-    """Saved between finding them and the fall."""
     whole = made()
     step(whole, 5)
     part = made()
@@ -219,16 +221,11 @@ def test_what_cannot_be_looked_for_is_one_line_in_keys() -> None:
 # ---- what scripts do to rounded weights ------------------------------------------------------------------------------
 
 
-def rounding_engine(stage: int = 0, precision: str | None = None, **block: Any) -> Engine:
+def rounding_engine(stage: int = 0, precision: str = "fp32", **block: Any) -> Engine:
     torch.manual_seed(0)
     model = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 8))
-    return zero.initialize(model=model, config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0},
-        **({precision: {"enabled": True}} if precision else {}),
-        "quantize_training": {
-            "enabled": True, "quantize_groups": 2, "quantize_bits": {"start_bits": 3, "target_bits": 3},
-            "quantize_schedule": {"quantize_period": 1, "schedule_offset": 0}, **block}})[0]
+    return engine_around(model, stage, {"quantize_groups": 2, "quantize_bits": {"start_bits": 3, "target_bits": 3},
+                                        **block}, {}, precision=precision)
 
 
 def step_rounding(engine: Engine, count: int = 1) -> None:
@@ -289,7 +286,6 @@ def test_edits_are_masters_and_are_rounded_at_once(rank: int, world: int) -> Non
 
 
 def test_a_write_that_would_not_last_is_still_found(tmp_path: Path) -> None:
-    """Also one that torch does not count: the weights are compared with what the masters are on the grid."""
     engine = rounding_engine(0, quantize_algo={"rounding": "stochastic"})
     step_rounding(engine, 2)
     engine.save_checkpoint(tmp_path)  # rounded weights are no edit

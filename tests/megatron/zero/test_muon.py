@@ -96,7 +96,6 @@ HIDDEN = {f"blocks.{number}.{name}.weight" for number in range(2) for name in ("
 
 
 def first(name: str) -> Callable[[torch.Size], Tensor]:
-    """What a parameter begins with."""
     return lambda shape: torch.randn(shape, generator=torch.Generator().manual_seed(crc32(name.encode()))) / 4
 
 
@@ -239,7 +238,6 @@ BF16, FP16 = {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}
     (Layout(2, 2, 3, 2), {}), (Layout(4, 2, 1), FP16), (Layout(4, 1, 3), {})], ids=str)
 def test_every_layout_and_precision_makes_the_same_bits(layout: Layout, precision: dict[str, Any],
                                                         alone: dict[str, Tensor]) -> None:
-    """The gradients are exact in 16 bits, too."""
     assert not different(trained(layout, **precision), alone)
 
 
@@ -272,17 +270,14 @@ def test_the_precision_is_one_choice_and_resumed(rank: int, world: int, tmp_path
 # ---- checkpoints, and models made in parts ---------------------------------------------------------------------------
 
 
-def _saves(rank: int, world: int, layout: Layout, folder: Path) -> tuple[Any, list[Tensor]]:
+def _goes_on(rank: int, world: int, layout: Layout, folder: Path, is_new: bool) -> tuple[Any, list[Tensor]]:
+    """Three steps after those that a new run saves, or after a load of them."""
     engine = engine_of(layout)
-    train(engine, 0, 3)
-    engine.save_checkpoint(folder)
-    train(engine, 3, 6)
-    return masters(engine), state(engine.core)
-
-
-def _resumes(rank: int, world: int, layout: Layout, folder: Path) -> tuple[Any, list[Tensor]]:
-    engine = engine_of(layout)
-    engine.load_checkpoint(folder)
+    if is_new:
+        train(engine, 0, 3)
+        engine.save_checkpoint(folder)
+    else:
+        engine.load_checkpoint(folder)
     train(engine, 3, 6)
     return masters(engine), state(engine.core)
 
@@ -290,8 +285,8 @@ def _resumes(rank: int, world: int, layout: Layout, folder: Path) -> tuple[Any, 
 @pytest.mark.parametrize("before, after", [
     (Layout(2, 2, 3), Layout(2, 2, 3)), (Layout(4, 2, 3, 2), Layout(1, 1, 0, 4))], ids=str)
 def test_a_run_goes_on_bit_for_bit_on_any_layout(before: Layout, after: Layout, tmp_path: Path) -> None:
-    kept, again = (run_ranks(work, layout.ranks, layout, tmp_path)
-                   for work, layout in ((_saves, before), (_resumes, after)))
+    kept, again = (run_ranks(_goes_on, layout.ranks, layout, tmp_path, is_new)
+                   for layout, is_new in ((before, True), (after, False)))
     found, wanted = ([runs for runs, _ in by_rank] for by_rank in (again, kept))
     assert not different(whole(found, after.tp, Model()), whole(wanted, before.tp, Model()))
     if before == after:

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import numpy as np
 import pytest
@@ -25,7 +26,6 @@ from tests.megatron.zero.run import configure, configure_gpt2, engine_around, gp
 
 WIDTH, FREEZE, LR, DECAY, EPS = 12, 6, 2**-9, 2**-3, 1e-4  # 1 - LR * DECAY is exact in fp32
 BETAS = {"onebit_adam": (0.9, 0.99), "onebit_lamb": (0.9, 0.95)}
-UNCOMPRESSED = {"onebit_adam": "adam", "onebit_lamb": "lamb"}
 PRECISIONS = [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 2.0**8}]
 
 
@@ -77,7 +77,6 @@ def engine_of(stage: int = 0, accumulation: int = 1, optimizer: str = "onebit_ad
 
 
 def train(engine: Engine, first: int, last: int, kind: str = "onebit_adam") -> list[float]:
-    """The norms that its steps report."""
     norms = []
     accumulation, rank = engine.gradient_accumulation_steps(), engine.groups.dp.rank
     for step in range(first, last):
@@ -100,9 +99,10 @@ Trained = tuple[dict[str, Tensor], list[float], dict[str, Any]]
 
 
 def _trained(rank: int, world: int, kind: str, steps: int, settings: dict[str, Any]) -> Trained:
-    """Weights, norms, and what the rule knows."""
-    engine = engine_of(**{"optimizer": kind, **settings})
-    norms = train(engine, 0, steps, kind)
+    """Weights, norms, and what the rule knows; exchanged in tiles of two rows, the last of a chunk may be smaller."""
+    with patch("mpu.compressed_all_reduce.CPU_TILE", 256):
+        engine = engine_of(**{"optimizer": kind, **settings})
+        norms = train(engine, 0, steps, kind)
     return weights(engine), norms, engine.core.rule.scalars()
 
 
@@ -115,17 +115,7 @@ def same(found: list[Trained], wanted: list[Trained]) -> bool:
                for name in NUMBERS)
 
 
-# ---- beside Adam and Lamb, and beside the reference ------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("kind, stage, own", [
-    ("onebit_adam", 0, ()), ("onebit_adam", 1, ("bias_correction=false",)), ("onebit_lamb", 0, ()),
-    ("onebit_lamb", 1, ("bias_correction=false", "max_coeff=0.5", "eps_inside_sqrt=true"))])
-def test_until_it_freezes_it_is_adam_or_lamb_bit_for_bit(kind: str, stage: int, own: tuple[str, ...]) -> None:
-    for steps, is_same in ((FREEZE, True), (FREEZE + 1, False)):
-        found, wanted = (trained(kind, 2, steps, stage=stage, clip_grad=0.2, optimizer_params=own, optimizer=optimizer)
-                         for optimizer in (kind, UNCOMPRESSED[kind]))
-        assert same(found, wanted) == is_same
+# ---- beside the reference --------------------------------------------------------------------------------------------
 
 
 class Flat:
@@ -288,7 +278,7 @@ OTHERS = {"factor_threshold": 0.02, "factor_max": 1.5, "factor_min": 0.8, "coeff
 
 
 @pytest.mark.parametrize("kind, ranks, stage, own, clip", [
-    (Reference, 1, 0, {}, 0.2), (Reference, 2, 0, {}, 0.0), (Reference, 3, 1, {}, 0.2),
+    (Reference, 1, 0, {}, 0.2), (Reference, 2, 0, {}, 0.0), (Reference, 3, 1, {"bias_correction": False}, 0.2),
     (LambReference, 2, 0, {}, 0.0), (LambReference, 3, 1, OTHERS, 0.2)])
 def test_fifty_steps_are_those_of_the_reference(kind: type[Reference], ranks: int, stage: int, own: dict[str, Any],
                                                 clip: float) -> None:
@@ -390,20 +380,17 @@ def test_a_gradient_that_overflows_on_one_rank_leaves_everything_as_it_was(rank:
 # ---- checkpoints -----------------------------------------------------------------------------------------------------
 
 
-def saved(rank: int, world: int, kind: str, folder: str, stage: int, at: int) -> tuple[Any, Any]:
+def goes_on(rank: int, world: int, kind: str, folder: str, stage: int, at: int, is_new: bool) -> tuple[Any, Any]:
+    """Four steps after those that a new run saves, or after a load of them."""
     engine = engine_of(stage, optimizer=kind)
-    train(engine, 0, at, kind)
-    engine.save_checkpoint(folder, tag="kept")
-    train(engine, at, at + 4, kind)
-    return all_state(engine), engine.core.rule.scalars()
-
-
-def resumed(rank: int, world: int, kind: str, folder: str, stage: int, at: int) -> tuple[Any, Any]:
-    engine = engine_of(stage, optimizer=kind)
-    engine.load_checkpoint(folder, tag="kept")
-    engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
-    engine = engine_of(stage, optimizer=kind)
-    engine.load_checkpoint(folder, tag="again")
+    if is_new:
+        train(engine, 0, at, kind)
+        engine.save_checkpoint(folder, tag="kept")
+    else:
+        engine.load_checkpoint(folder, tag="kept")
+        engine.save_checkpoint(folder, tag="again")  # knows what it has not looked at yet
+        engine = engine_of(stage, optimizer=kind)
+        engine.load_checkpoint(folder, tag="again")
     train(engine, at, at + 4, kind)
     return all_state(engine), engine.core.rule.scalars()
 
@@ -412,7 +399,7 @@ def resumed(rank: int, world: int, kind: str, folder: str, stage: int, at: int) 
     ("onebit_adam", 0, FREEZE - 1), ("onebit_adam", 1, FREEZE + 5), ("onebit_adam", 1, FREEZE),
     ("onebit_lamb", 1, FREEZE - 1), ("onebit_lamb", 0, FREEZE), ("onebit_lamb", 0, FREEZE + 5)])
 def test_a_run_goes_on_bit_for_bit(tmp_path: Path, kind: str, stage: int, at: int) -> None:
-    kept, again = (run_ranks(work, 3, kind, str(tmp_path), stage, at) for work in (saved, resumed))
+    kept, again = (run_ranks(goes_on, 3, kind, str(tmp_path), stage, at, is_new) for is_new in (True, False))
     for (one, knows), (other, knew) in zip(kept, again, strict=True):
         assert len(one) > 4 and all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
         assert knows == knew
@@ -442,7 +429,6 @@ def owed(rank: int, world: int, kind: str, folder: str, stage: int, saves: bool)
 @pytest.mark.parametrize("kind, ranks, stages", [("onebit_adam", 1, (1, 1)), ("onebit_lamb", 3, (1, 0))])
 def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, kind: str, ranks: int,
                                                        stages: tuple[int, int]) -> None:
-    """Saved on two ranks, loaded on others."""
     kept = run_ranks(owed, 2, kind, str(tmp_path), stages[0], True)
     again = run_ranks(owed, ranks, kind, str(tmp_path), stages[1], False)
     assert all(knows == kept[0][1] for _, knows in (*kept, *again))
@@ -453,7 +439,7 @@ def test_on_other_ranks_the_mean_of_what_is_owed_stays(tmp_path: Path, kind: str
 
 @on_ranks(2)
 def test_without_the_optimizers_state_the_warm_up_begins_anew(rank: int, world: int, tmp_path: Path) -> None:
-    saved(rank, world, "onebit_adam", str(tmp_path), 0, FREEZE + 2)
+    goes_on(rank, world, "onebit_adam", str(tmp_path), 0, FREEZE + 2, True)
     engine = engine_of(0)
     engine.load_checkpoint(tmp_path, tag="kept", load_optimizer_states=False)
     assert not engine.core.compressed_exchanges

@@ -59,7 +59,6 @@ def test_using_a_placeholder_is_an_error_that_says_what_to_do(model: nn.Module) 
 
 
 def answer(use: Callable[[Any], object], value: object) -> str:
-    """What a use ends in."""
     try:
         return f"gave {use(value)!r}"
     except (ConfigError, RuntimeError) as error:
@@ -154,7 +153,6 @@ def trained(prepare: Callable[[nn.Module], object], *, split: bool) -> list[Tens
 
 
 def test_casting_a_split_module_is_refused_once_an_engine_has_it() -> None:
-    """Before, it changes nothing: the configuration decides. A refused cast changes nothing either."""
     said: list[str] = []
 
     def try_to_cast(model: nn.Module) -> None:

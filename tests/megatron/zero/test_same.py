@@ -128,7 +128,6 @@ def test_ranks_of_a_tensor_parallel_group_have_the_same_names(world: int, odd: i
 
 @on_ranks(2)
 def test_the_order_within_param_groups_is_no_difference(rank: int, world: int) -> None:
-    """Plain SGD on the mean loss; rank 1 gives the optimizer its parameters backwards."""
     batch = torch.randn(4, 4, generator=torch.Generator().manual_seed(1))
     for stage in range(4):
         plain, model = Named(), Named()

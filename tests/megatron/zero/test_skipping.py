@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Iterator
 from contextlib import redirect_stderr
 from io import StringIO
@@ -75,17 +76,6 @@ def test_an_accelerator_counts_the_steps_for_the_bias_correction_like_the_host()
     torch.testing.assert_close(*found, rtol=1e-6, atol=1e-7)
 
 
-def test_so_many_in_a_row_end_the_run(side: str) -> None:
-    engine = made()
-    for factor in [*STRICT_FIRST_STEPS * [1.0], *2 * [*MAX_SKIPS_IN_A_ROW * [torch.inf], 1.0],
-                   *MAX_SKIPS_IN_A_ROW * [torch.inf]]:
-        step(engine, factor)
-    with pytest.raises(NumericsError, match=f"at step {STRICT_FIRST_STEPS + 3 * MAX_SKIPS_IN_A_ROW + 3}: first in.*; "
-                       f"{MAX_SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is {MAX_SKIPS_IN_A_ROW};"):
-        step(engine, torch.inf)
-        engine.finish_step()
-
-
 def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: str) -> None:
     """In half precision: its gradients are not made of it."""
     torch.manual_seed(0)
@@ -99,19 +89,24 @@ def test_a_finite_loss_that_the_loss_scale_makes_infinite_is_not_blamed(side: st
         engine.finish_step()
 
 
-@pytest.mark.parametrize(("allowed", "good", "skips"), [
-    (None, STRICT_FIRST_STEPS - 1, 0), (0, STRICT_FIRST_STEPS + 1, 0), (2, 0, 2)])
-def test_the_first_steps_are_strict_unless_told_otherwise(side: str, allowed: int | None, good: int, skips: int,
-                                                          ) -> None:
+GOOD, MOST = STRICT_FIRST_STEPS * [1.0], MAX_SKIPS_IN_A_ROW * [torch.inf]
+
+
+@pytest.mark.parametrize(("allowed", "factors", "why"), [
+    (None, GOOD[1:], f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped"),
+    (None, [*GOOD, *MOST, 1.0, *MOST, 1.0, *MOST], f"{MAX_SKIPS_IN_A_ROW + 1} in a row, --max-skipped-in-a-row is "
+                                                   f"{MAX_SKIPS_IN_A_ROW};"),
+    (0, [*GOOD, 1.0], "1 in a row, --max-skipped-in-a-row is 0;"),
+    (2, 2 * [torch.inf], "3 in a row, --max-skipped-in-a-row is 2;")], ids=["first steps", "default", "0", "2"])
+def test_so_many_in_a_row_end_the_run_and_the_first_steps_are_strict(side: str, allowed: int | None,
+                                                                     factors: list[float], why: str) -> None:
     engine = made(**({} if allowed is None else {"max_skipped_in_a_row": allowed}))
-    for factor in good * [1.0] + skips * [torch.inf]:
+    for factor in factors:
         step(engine, factor)
-    why = f"in the first {STRICT_FIRST_STEPS} steps this ends the run, unless --max-skipped" if allowed is None else \
-        f"{skips + 1} in a row, --max-skipped-in-a-row is {allowed};"
-    with pytest.raises(NumericsError, match=why):
+    with pytest.raises(NumericsError, match=f"at step {len(factors) + 1}: first in.*{re.escape(why)}"):
         step(engine, torch.inf)
         engine.finish_step()
-    assert engine.global_steps == good + skips + 1
+    assert engine.global_steps == len(factors) + 1
 
 
 QUESTIONS: dict[str, Callable[[Engine], object]] = {
@@ -129,7 +124,6 @@ def curve(optimizer: Any) -> Any:
 
 
 def cycle(optimizer: Any) -> Any:
-    """It moves betas as well."""
     return torch.optim.lr_scheduler.OneCycleLR(optimizer, 1e-2, 50)
 
 
@@ -146,7 +140,6 @@ def by_hand(optimizer: Any) -> Any:
 
 
 def scheduled(made_by: Any) -> Any:
-    """An engine with a scheduler of the user."""
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
     return zero.initialize(
@@ -178,7 +171,6 @@ def test_a_scheduler_of_the_user_counts_steps_that_were_taken(made_by: Any, side
 
 @pytest.mark.parametrize("made_by", [curve, cycle])
 def test_the_rate_that_one_asks_for_is_that_of_the_next_step(made_by: Any, side: str) -> None:
-    """After a skipped step as well, though it is asked on one rank alone, before the step is finished."""
     engine = scheduled(made_by)
     for _ in range(STRICT_FIRST_STEPS):
         step(engine)
@@ -215,7 +207,6 @@ def asked_by_one(rank: int, world: int) -> list[tuple[str, str, object, str]]:
 
 
 def test_one_rank_alone_may_ask_what_became_of_a_step() -> None:
-    """What went wrong all ranks say together, where all of them come."""
     first, second = run_ranks(asked_by_one, 2, timeout=120)
     last = STRICT_FIRST_STEPS + MAX_SKIPS_IN_A_ROW + 1
     for question, message, skipped, printed in first:

@@ -27,36 +27,22 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import Placeholder
 from mpu import groups
-from tests.distributed import on_ranks, run_ranks
-from tests.megatron.zero.run import gradient_runs, master
+from tests.distributed import on_ranks
+from tests.megatron.zero.run import DTYPES, gradient_runs, master
+from tests.megatron.zero.small import STAGES, Model
 from tests.wires import Sent, accelerator_side, counted
 
 WIDTH, BLOCKS = 24, 3
-
-
-class Model(torch.nn.Module):
-    """Blocks of a matrix of 576 elements and a bias of 24, and a head outside of them."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(0)
-        self.blocks = torch.nn.ModuleList(torch.nn.Linear(WIDTH, WIDTH) for _ in range(BLOCKS))
-        self.head = torch.nn.Linear(WIDTH, 1)
-
-    def forward(self, x: torch.Tensor) -> torch.Tensor:
-        for block in self.blocks:
-            x = torch.tanh(block(x))
-        return self.head(x).square().mean()
+"""Blocks of a matrix of 576 elements and a bias of 24, and a head outside of them."""
 
 
 def engine_of(stage: int, **values: Any) -> Engine:
     config = build_config({"zero_stage": stage, "lr": 1e-2, "lr_decay_style": "constant", "clip_grad": 0.5,
                            "stage3_param_persistence_threshold": 0, **values})
-    return zero.initialize(model=Model(), config=config, mpu=groups.build(1))[0]
+    return zero.initialize(model=Model(width=WIDTH), config=config, mpu=groups.build(1))[0]
 
 
 def steps(engine: Engine, count: int = 3) -> list[torch.Tensor]:
-    """Train a little on data of this rank; every weight."""
     draw = torch.Generator().manual_seed(engine.groups.dp.rank)
     dtype = engine.core.buckets[0].device_param_shard.dtype
     for _ in range(count):
@@ -127,40 +113,29 @@ def test_how_numbers_travel_changes_no_bits(rank: int, world: int) -> None:
             assert all(map(torch.equal, steps(engine_of(stage, **values)), wanted)), (stage, values)
 
 
-def sizes_on_the_wire(rank: int, world: int, stage: int, values: dict[str, Any],
-                      native: bool = False) -> dict[str, int]:
-    """The most elements in one operation of each kind during training (3 steps)."""
-    with accelerator_side(native):
-        engine = engine_of(stage, **values)
-        with counted() as sent:
-            steps(engine)
-    kinds = sorted({operation.kind for operation in sent})
-    return {kind: max(operation.numel for operation in sent if operation.kind == kind) for kind in kinds}
+SMALL = {"reduce_bucket_size": 200, "allgather_bucket_size": 50}
+BY_PARTS = {"irecv": 0, "isend": 0, "broadcast": 0}
+SIZES: list[tuple[int, dict[str, Any], bool, dict[str, int]]] = [
+    (2, {}, False, {"irecv": 384, "broadcast": 384}), (2, SMALL, False, {"irecv": 100, "broadcast": 50}),
+    (0, SMALL, False, {"all_reduce": 200}), (0, SMALL, True, {"all_reduce": 768}),
+    (2, SMALL, True, {"reduce_scatter": 768, "all_gather": 768, **BY_PARTS}),
+    (2, {"reduce_scatter": False}, False, {"irecv": 0, "all_reduce": 768}),
+    (2, {"reduce_scatter": False}, True, {"reduce_scatter": 0, "all_reduce": 768})]
+"""Stage, settings, the accelerator's side, and the most elements in one operation of a kind in three steps. A block is
+768 elements on two ranks. Bucket sizes bound what travels at a time on a CPU, and cut nothing on an accelerator."""
 
 
-def test_bucket_sizes_bound_what_travels_at_a_time_on_cpu() -> None:
-    half_a_block = 384  # a matrix of 576 and a bias, each padded to multiples of 128: 768 elements on two ranks
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {}):
-        assert (found["irecv"], found["broadcast"]) == (half_a_block, half_a_block)
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_bucket_size": 200, "allgather_bucket_size": 50}):
-        assert (found["irecv"], found["broadcast"]) == (100, 50)
-    for found in run_ranks(sizes_on_the_wire, 2, 0, {"reduce_bucket_size": 200}):
-        assert found["all_reduce"] == 200
-
-
-def test_bucket_sizes_cut_nothing_on_an_accelerator() -> None:
-    small = {"reduce_bucket_size": 200, "allgather_bucket_size": 50}
-    for found in run_ranks(sizes_on_the_wire, 2, 2, small, True):
-        assert (found["reduce_scatter"], found["all_gather"]) == (768, 768)
-        assert {"irecv", "isend", "broadcast"}.isdisjoint(found)
-    for found in run_ranks(sizes_on_the_wire, 2, 0, small, True):
-        assert found["all_reduce"] == 768
-
-
-@pytest.mark.parametrize("native, receives", [(False, "irecv"), (True, "reduce_scatter")])
-def test_reduce_scatter_off_sums_by_all_reduce(native: bool, receives: str) -> None:
-    for found in run_ranks(sizes_on_the_wire, 2, 2, {"reduce_scatter": False}, native):
-        assert receives not in found and found["all_reduce"] == 768
+@on_ranks(2)
+def test_bucket_sizes_and_reduce_scatter_decide_how_much_travels_at_a_time(rank: int, world: int) -> None:
+    for stage, values, native, expected in SIZES:
+        with accelerator_side(native):
+            engine = engine_of(stage, **values)
+            with counted() as sent:
+                steps(engine)
+        most = Counter({kind: 0 for kind in expected})
+        for operation in sent:
+            most[operation.kind] = max(most[operation.kind], operation.numel)
+        assert {kind: most[kind] for kind in expected} == expected, (stage, values, native)
 
 
 @pytest.mark.parametrize("native", [False, True], ids=["cpu", "accelerator"])
@@ -187,7 +162,7 @@ def test_without_overlap_every_exchange_is_waited_for(rank: int, world: int, nat
 @on_ranks(2)
 def test_parameters_below_the_persistence_threshold_stay_whole(rank: int, world: int) -> None:
     small = ["head.weight", "head.bias", *(f"blocks.{block}.bias" for block in range(BLOCKS))]
-    every = [name for name, _ in Model().named_parameters()]
+    every = [name for name, _ in Model(width=WIDTH).named_parameters()]
     for threshold, expected in ((0, []), (24, ["head.bias"]), (25, small), (577, every)):
         engine = engine_of(3, stage3_param_persistence_threshold=threshold)
         steps(engine, 1)
@@ -212,8 +187,7 @@ def test_masters_are_loaded_or_made_from_the_weights(rank: int, world: int, tmp_
 # ---- what gradients are sent in, and what they are divided by before: an oracle casts, sums and compares -------------
 
 
-N, STAGES = 200, (0, 1, 2, 3)
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+N = 200
 
 
 class Dot(nn.Module):
@@ -269,7 +243,6 @@ def oracle(stage: int, work: str, sent: str | None, accumulation: int, world: in
                                     pytest.param(True, id="accelerator")])
 @on_ranks(2)
 def test_gradients_are_sent_in_the_precision_that_is_asked_for(rank: int, world: int, native: bool) -> None:
-    """`native`: on the accelerator's wire."""
     with accelerator_side(native):
         for stage, work, sent, accumulation in product(STAGES, DTYPES, (None, *DTYPES), (1, 2)):
             case = f"stage {stage}, {work} sent as {sent}, {accumulation} micro-batches"

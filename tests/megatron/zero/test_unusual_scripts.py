@@ -97,7 +97,6 @@ def test_sparse_gradients_of_an_embedding_are_those_of_a_dense_one(rank: int, wo
 @pytest.mark.parametrize("stage", [0, 2, 3])
 @on_ranks(2)
 def test_a_hook_sees_the_gradient_whenever_it_was_registered(rank: int, world: int, stage: int) -> None:
-    """Tables write their gradients in place."""
     ends = []
     for late in (False, True):
         torch.manual_seed(0)
@@ -127,7 +126,6 @@ def test_a_hook_sees_the_gradient_whenever_it_was_registered(rank: int, world: i
 
 
 def test_a_hook_may_change_the_gradient() -> None:
-    """Ours takes what it leaves."""
     def forget(parameter: Any) -> None:
         parameter.grad.zero_()
 
@@ -170,7 +168,6 @@ def test_an_engine_without_an_optimizer_evaluates(rank: int, world: int, tmp_pat
 
 
 def test_engines_of_a_gan_have_their_own_gradients() -> None:
-    """One model judges what the other makes; a loss through both reaches the trained one alone."""
     torch.manual_seed(0)
     make, judge = (zero.initialize(model=nn.Linear(2, out), config=config(1))[0] for out in (2, 1))
     noise = torch.ones(2, 2)
@@ -212,7 +209,6 @@ class Mixture(nn.Module):
 
 @on_ranks(2)
 def test_ranks_may_call_other_experts_of_a_leaf(rank: int, world: int) -> None:
-    """And other numbers of them; and run other numbers of forwards with all gathered."""
     ends = []
     for stage in (0, 3):
         model = Mixture()

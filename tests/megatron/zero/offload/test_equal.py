@@ -153,7 +153,6 @@ def differences(rank: int, world: int, folder: Path, numbers: Sequence[int], ste
 @pytest.mark.parametrize("world, all_cells", [pytest.param(1, True, marks=pytest.mark.slow),
                                               pytest.param(2, True, marks=pytest.mark.slow), (2, False)])
 def test_storage_changes_no_bit(tmp_path: Path, world: int, all_cells: bool, on_accelerator: bool) -> None:
-    """In all cells, or in each stage and each precision once."""
     numbers = range(9) if all_cells else [0, 5, 7] if on_accelerator else [0, 4, 8]
     steps = 6 if on_accelerator and not all_cells else 20
     assert run_ranks(differences, world, tmp_path, numbers, steps, on_accelerator, timeout=900) == [[]] * world

@@ -6,8 +6,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
-from collections.abc import Callable, Iterator
-from contextlib import suppress
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,46 +59,30 @@ def test_a_flipped_bit_ends_the_run(tmp_path: Path, kind: str) -> None:
     assert not open_swap_files(tmp_path)
 
 
-@pytest.mark.parametrize("code", [errno.EIO, errno.ENOSPC])
-def test_an_error_of_the_drive_ends_the_run_and_nothing_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                                code: int) -> None:
-    """Found at the latest where the bytes are wanted again; a step that wrote a part of its state is no base."""
-    engine = on_drive(tmp_path)
-    engine.core.engine_storage.wait_for_writes()
-    write = DirectIoFile.write
+def breaks(patch: pytest.MonkeyPatch, call: str, code: int, *, stays: bool) -> list[int]:
+    """Put a number in, and that read or write from now on ends with an error, and all that follow where it stays; -1:
+    none does."""
+    real, left = getattr(DirectIoFile, call), [-1]
 
     def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
-        if at:
+        left[0] -= not stays or left[0] > 0
+        if left[0] == 0:
             raise OSError(code, os.strerror(code))
-        write(file, data, at)
+        real(file, data, at)
 
-    monkeypatch.setattr(DirectIoFile, "write", fail)
-    with pytest.raises(StorageError, match="cannot write tile"):
-        train(engine.core, batches(2))
-    monkeypatch.undo()
-    with pytest.raises((StorageError, ConfigError)):
-        train(engine.core, batches(2))
-    with pytest.raises((StorageError, ConfigError)):
-        engine.save_checkpoint(tmp_path / "saved")
-    assert not (tmp_path / "saved" / "latest").exists()
-    with suppress(StorageError):  # of weights that are lost
-        engine.destroy()
-    assert not open_swap_files(tmp_path)
+    patch.setattr(DirectIoFile, call, fail)
+    return left
 
 
 @pytest.fixture
-def failing(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Put a number in, and that read from now on, and no other one, ends with an error."""
-    read, left = DirectIoFile.read, [-1]
+def failing(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return breaks(monkeypatch, "read", errno.EIO, stays=False)
 
-    def fail(file: DirectIoFile, into: memoryview, at: int) -> None:
-        left[0] -= 1
-        if left[0] == 0:
-            raise OSError(errno.EIO, os.strerror(errno.EIO))
-        read(file, into, at)
 
-    monkeypatch.setattr(DirectIoFile, "read", fail)
-    yield left
+@pytest.fixture
+def full(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """All writes from one on."""
+    return breaks(monkeypatch, "write", errno.ENOSPC, stays=True)
 
 
 def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: list[int]) -> None:
@@ -121,23 +104,7 @@ def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: l
 # ---- recovery -------------------------------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def full(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
-    """Put a number in, and that write from now on, and all that follow, find the drive full; -1: there is room."""
-    write, left = DirectIoFile.write, [-1]
-
-    def fail(file: DirectIoFile, data: memoryview, at: int) -> None:
-        left[0] -= left[0] > 0
-        if left[0] == 0:
-            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        write(file, data, at)
-
-    monkeypatch.setattr(DirectIoFile, "write", fail)
-    yield left
-
-
 def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list[object]:
-    """In another engine."""
     engine = built(configured(folder, **cell))
     engine.load_checkpoint(saved)
     found = outcome(engine.core, rows)
@@ -148,7 +115,6 @@ def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list
 @pytest.mark.parametrize("bf16", [False, True])
 def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path: Path, full: list[int],
                                                                         bf16: bool) -> None:
-    """Also after a load that met the full drive itself."""
     (tmp_path / "drive").mkdir()
     rows = batches(5)
     engine = built(configured(tmp_path / "drive", bf16=bf16))
@@ -166,10 +132,10 @@ def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path
 
     for number, act in ((1, train_on), (20, train_on), (3, load)):
         full[0] = number
-        with pytest.raises((StorageError, ConfigError)):
-            act()
-        with pytest.raises((StorageError, ConfigError)):
-            train(engine.core, rows[:1])
+        for go_on in (act, lambda: train(engine.core, rows[:1]), lambda: engine.save_checkpoint(tmp_path / "bad")):
+            with pytest.raises((StorageError, ConfigError)):
+                go_on()
+        assert not (tmp_path / "bad" / "latest").exists()
         full[0] = -1
         load()
         assert alike(outcome(engine.core, rows[2:]), expected)
@@ -188,8 +154,8 @@ def put_moments(engine: Engine) -> None:
 
 
 @pytest.mark.parametrize("change", [edit, put_moments])
-def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
-                                                     failing: list[int], change: Callable[[Engine], None]) -> None:
+def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, failing: list[int],
+                                                     change: Callable[[Engine], None]) -> None:
     (tmp_path / "drive").mkdir()
     rows = batches(4)
     engine = built(configured(tmp_path / "drive"))

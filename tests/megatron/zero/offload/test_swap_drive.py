@@ -20,7 +20,6 @@ import torch
 from torch import Tensor, nn
 
 from megatron import host_memory
-from megatron.config.tree import Config
 from megatron.errors import ConfigError, StorageError, format_bytes
 from megatron.optim.adam import AdamW
 from megatron.zero.api.offload_plan import check_host_memory, open_drives, probe_drives
@@ -285,10 +284,6 @@ def test_a_path_that_is_no_folder_of_a_drive_is_refused(tmp_path: Path, path: st
 # ---- the probe ------------------------------------------------------------------------------------------------------
 
 
-def set_free_space(monkeypatch: pytest.MonkeyPatch, free: int) -> None:
-    monkeypatch.setattr(swap_drive.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(free))
-
-
 def probe(path: Path, stored: int = 8 << 20) -> str:
     return probe_drive(SwapDrive(path, flag=FLAG), "weights", stored, 31_000_000_000, 19_000_000_000)
 
@@ -308,7 +303,7 @@ def test_the_probe_writes_and_reads_no_more_than_the_run_needs(tmp_path: Path, m
     assert min(measure_rates(tmp_path, 4 << 20)) > 1e6
     assert offsets == {"pwritev": [0, 1 << 20, 2 << 20, 3 << 20], "preadv": [0, 1 << 20, 2 << 20, 3 << 20]}
     offsets["pwritev"].clear()
-    set_free_space(monkeypatch, 40 * 8192)
+    monkeypatch.setattr(swap_drive.shutil, "disk_usage", lambda path: namedtuple("Usage", "free")(40 * 8192))
     probe(tmp_path, 8192)
     assert offsets["pwritev"] == [0] and list(tmp_path.iterdir()) == []
 
@@ -326,10 +321,6 @@ def test_a_drive_that_fails_is_named_with_its_flag(tmp_path: Path, monkeypatch: 
 MODEL = nn.Linear(100, 100)
 
 
-def configured(folder: Path, **cell: Any) -> Config:
-    return configure_gpt2(**{"batch_size": 2, "zero_stage": 3, **everywhere(folder, 3), **cell})
-
-
 @pytest.mark.parametrize("cell, expected", [
     ({}, " for optimizer state and weights: .* free, needs 162 kB; .* s of a step"),
     ({"offload_optimizer_device": "none", "stage3_param_persistence_threshold": 101},
@@ -339,7 +330,7 @@ def configured(folder: Path, **cell: Any) -> Config:
     ({"offload_optimizer_device": "none", "offload_param_max_in_cpu": 10_100}, ": nothing of this run will be there"),
 ])
 def test_a_drive_is_described_by_what_it_will_keep(tmp_path: Path, cell: dict[str, Any], expected: str) -> None:
-    config = configured(tmp_path, **cell)
+    config = configure_gpt2(**{"batch_size": 2, "zero_stage": 3, **everywhere(tmp_path, 3), **cell})
     [line] = probe_drives(config, AdamW(), MODEL, 1, open_drives(config))
     assert re.fullmatch(f" nvme {tmp_path}{expected}", line)
 

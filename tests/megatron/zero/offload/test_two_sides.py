@@ -12,7 +12,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron.config.tree import Config
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import utils
 from megatron.zero.api.engine import Engine
@@ -55,15 +54,7 @@ def cases(folder: Path, world: int) -> Iterator[dict[str, Any]]:
             number += 1
 
 
-def built(config: Config) -> Engine:
-    grid = groups.build(config.parallel.model_parallel_size)
-    engine = build_engine(config, build_model(config, grid), grid, DEVICE)
-    assert engine.device == DEVICE
-    return engine
-
-
 def up_to_the_last_backward(engine: Engine, rows: Tensor) -> None:
-    """Of a step."""
     for number, part in enumerate(rows.chunk(engine.core.accumulation_steps)):
         if number:
             engine.step()
@@ -128,12 +119,14 @@ def skipped(engine: Engine, rows: Tensor, parameter: nn.Parameter) -> None:
 
 
 def lives(rank: int, world: int, folder: Path, number: slice) -> list[str]:
-    """What is wrong with them."""
     found = []
     for case in [*cases(folder / "drive", world)][number]:
         try:
             with two_sides() as sides:
-                engine = built(configure_gpt2(**case))
+                config = configure_gpt2(**case)
+                grid = groups.build(config.parallel.model_parallel_size)
+                engine = build_engine(config, build_model(config, grid), grid, DEVICE)
+                assert engine.device == DEVICE
                 rows = torch.randint(64, (2 * engine.core.accumulation_steps, 9), device=DEVICE)
                 waits = {*life(engine, rows, sides, folder / "saved")} - REASONS.keys()
             found += [f"{case}: {wait}" for wait in sorted(waits)]

@@ -97,7 +97,6 @@ def test_every_kind_of_optimizer_keeps_its_state_there(rank: int, world: int, tm
 
 @on_ranks(2)
 def test_frozen_weights_live_there_too(rank: int, world: int, tmp_path: Path) -> None:
-    """A save holds them."""
     def partly_frozen(home: Path | None) -> Engine:
         config, grid = configured(home, bf16=True), groups.build(1)
         model = build_model(config, grid)
@@ -118,19 +117,6 @@ def test_frozen_weights_live_there_too(rank: int, world: int, tmp_path: Path) ->
     assert alike(*ends)
 
 
-@pytest.mark.parametrize("threshold, in_memory, said", [
-    (10 ** 6, 0, "every parameter is smaller than --stage3-param-persistence-threshold 1000000"),
-    (0, 10 ** 9, "within --offload-param-max-in-cpu 1000000000, and stay on the host"), (0, 0, None)])
-def test_a_drive_that_gets_no_weights_is_told_why(tmp_path: Path, threshold: int, in_memory: int,
-                                                  said: str | None) -> None:
-    cell = {**on_params(tmp_path, 5000), "offload_param_max_in_cpu": in_memory,
-            "stage3_param_persistence_threshold": threshold}
-    engine = built(configured(None, **cell))
-    notes = [note for note in engine.notes if note.startswith(" note:")]
-    assert len(notes) == (said is not None) and all(said in note for note in notes)
-    engine.destroy()
-
-
 # ---- saves, loads and edits, on either side --------------------------------------------------------------------------
 
 CELLS = {"stage 2 fp32": {"zero_stage": 2, "batch_size": 2},
@@ -148,7 +134,6 @@ def storages_of(folder: Path, stage: int, side: bool) -> dict[str, dict[str, Any
 @pytest.mark.parametrize("cell, side", pairs([*CELLS], [False, True]))
 @on_ranks(2, timeout=300)
 def test_a_run_moves_through_all_homes(rank: int, world: int, tmp_path: Path, cell: str, side: bool) -> None:
-    """It is saved and goes on in another home."""
     with on_side(side):
         ways = [{}, *storages_of(tmp_path / "drive", CELLS[cell]["zero_stage"], side).values(), {}]
         ways = ways if side else [*ways[:-1], *ways[1:]]  # also from a drive to a drive
@@ -184,18 +169,33 @@ def test_what_is_changed_by_hand_lasts(rank: int, world: int, tmp_path: Path, ch
     assert [name for name, end in ends.items() if not alike(end, ends["stays"])] == []
 
 
+# ---- what an engine says of it ---------------------------------------------------------------------------------------
+
+
+ON_HOST = {"offload_optimizer_device": "cpu"}
+NOTES: list[tuple[Callable[[Path], dict[str, Any]], str]] = [
+    (lambda drive: {**on_params(drive, 5000), "stage3_param_persistence_threshold": 10**6},
+     "every parameter is smaller than --stage3-param-persistence-threshold 1000000"),
+    (lambda drive: {**on_params(drive, 5000), "offload_param_max_in_cpu": 10**9},
+     "within --offload-param-max-in-cpu 1000000000, and stay on the host"),
+    (lambda drive: {**on_nvme("optimizer", drive), "offload_optimizer_ratio": 0.5},
+     " offload: 0.55 of the optimizer's state leaves the device, by whole blocks (--offload-optimizer-ratio 0.5)"),
+    (lambda drive: {**ON_HOST, "offload_optimizer_ratio": 0.5},
+     " note: --offload-optimizer-ratio 0.5 has no effect here: the device is the host"),
+    (lambda drive: {**ON_HOST, "delayed_param_update": True}, "--delayed-param-update has no effect here"),
+    (lambda drive: on_params(drive, 5000), "")]
+"""Settings, and what is said of them, if anything."""
+
+
+def test_what_does_not_do_what_its_name_says_is_told(tmp_path: Path) -> None:
+    for settings, said in NOTES:
+        engine = built(configured(None, **settings(tmp_path)))
+        notes = [note for note in engine.notes if note.startswith((" note:", " offload:"))]
+        assert any(said in note for note in notes) if said else notes == [], said
+        engine.destroy()
+
+
 # ---- a part of the state ---------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(("where", "line"), [
-    ("nvme", " offload: 0.55 of the optimizer's state leaves the device, by whole blocks (--offload-optimizer-ratio "
-             "0.5)"),
-    ("cpu", " note: --offload-optimizer-ratio 0.5 has no effect here: the device is the host")])
-def test_a_line_says_what_it_came_to(tmp_path: Path, where: str, line: str) -> None:
-    place = {"offload_optimizer_device": "cpu"} if where == "cpu" else on_nvme("optimizer", tmp_path)
-    engine = built(configured(None, **place, offload_optimizer_ratio=0.5))
-    assert line in engine.notes
-    engine.destroy()
 
 
 @pytest.mark.parametrize("stage, ratio, home", pairs([1, 2, 3], [0.0, 0.25, 0.6, 1.0], ["cpu", "nvme"], each=1))

@@ -1,4 +1,5 @@
-"""What autograd saves of weights at stage 3: it keeps no gathered memory, and its checks are those of plain torch."""
+"""Stage 3 and FSDP: when a backward gathers a block and when it reshards it again. What autograd saves of weights keeps
+no gathered memory, and its checks are those of plain torch."""
 
 from __future__ import annotations
 
@@ -15,8 +16,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron import recompute, zero
 from megatron.errors import ConfigError
+from megatron.fsdp import FSDP
 from megatron.zero.api.engine import Engine
 from megatron.zero.bucket import FlatBucket
+from megatron.zero.partitioned_param import Placeholder
 from tests.megatron.zero import small
 
 WIDTH = 8
@@ -57,8 +60,8 @@ class Model(nn.Module):
         return self.head(x).square().mean()
 
 
-def engine_of(model: nn.Module, stage: int = 3) -> Engine:
-    return small.engine_of(stage, model)
+def engine_of(model: nn.Module, stage: int = 3, **section: Any) -> Engine:
+    return small.engine_of(stage, model, **section)
 
 
 def inputs() -> Tensor:
@@ -156,3 +159,48 @@ def test_gradients_are_those_of_stage_0_whatever_a_block_saves(use: str) -> None
         with zero.GatheredParameters(engine.module.parameters()):
             gradients.append([x.grad, *(p.detach() for p in engine.module.parameters())])
     assert all(map(torch.equal, *gradients))
+
+
+# ---- when a backward gathers and reshards ----------------------------------------------------------------------------
+
+NOTHING_AHEAD = {"stage3_max_reuse_distance": 0, "overlap_comm": False, "ignore_unused_parameters": True}
+
+
+def test_a_block_with_an_unused_parameter_is_resharded_when_the_backward_of_the_block_before_it_begins() -> None:
+    """Its gradients are never complete, so only the order of the backward tells that it is over."""
+    model, is_sharded = small.Model(), list[bool]()
+    model.blocks[2].unused = nn.Parameter(torch.ones(WIDTH))
+    model.blocks[1].weight.register_hook(
+        lambda grad: is_sharded.append(isinstance(model.blocks[2].weight, Placeholder)))
+    engine = engine_of(model, **NOTHING_AHEAD)
+    engine.backward(engine(inputs()))
+    assert is_sharded == [True]
+
+
+def test_a_recomputed_block_stays_gathered_for_its_backward() -> None:
+    engine = engine_of(Model(RUNS["torch's reentrant checkpoint"]), **NOTHING_AHEAD)
+    with watched() as seen:
+        engine.backward(engine(inputs()))
+    forward = [f"blocks.{number}" for number in range(4)]
+    assert [name for name, _ in seen if name != "root"] == [*forward, *reversed(forward)], "each once in each direction"
+
+
+class FailsInRecomputation(nn.Linear):
+    calls = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.calls += 1
+        if self.calls == 2:
+            raise ZeroDivisionError("in the recomputation")
+        return super().forward(x)
+
+
+def test_a_recomputation_that_fails_leaves_no_block_running() -> None:
+    plain = Model(RUNS["torch's checkpoint"])
+    plain.blocks[1] = FSDP(FailsInRecomputation(WIDTH, WIDTH))
+    model = FSDP(plain)
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with pytest.raises(ZeroDivisionError):
+        model(inputs()).backward()
+    after = model.state_dict()  # refused while a forward or backward runs
+    assert all(torch.equal(value, before[name]) for name, value in after.items())

@@ -1,4 +1,5 @@
-"""Looking at what an engine holds of one parameter, and changing it, is the same at every stage."""
+"""Looking at what an engine holds, and changing it, is the same at every stage: one parameter, or all weights as a
+state dict, given on one rank or on all."""
 
 from __future__ import annotations
 
@@ -10,11 +11,14 @@ from torch import Tensor, nn
 
 from megatron import zero
 from megatron.errors import ConfigError
+from megatron.zero.api.engine import Engine
 from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_full_grad, safe_get_full_optimizer_state,
                                  safe_get_local_fp32_param, safe_get_local_grad, safe_get_local_optimizer_state,
                                  safe_set_full_fp32_param, safe_set_full_grad, safe_set_full_optimizer_state,
                                  safe_set_local_fp32_param)
+from tests.covering import pairs
 from tests.distributed import on_ranks
+from tests.megatron.zero.small import WIDTH, Model, engine_of
 
 RANKS, ROWS, ACCUMULATION, LR = 2, 3, 2, 1e-2
 
@@ -34,16 +38,11 @@ class Net(nn.Module):
 def made(stage: int, precision: str) -> tuple[Net, Any]:
     torch.manual_seed(0)
     model = Net()
-    config: dict[str, Any] = {
-        "train_micro_batch_size_per_gpu": ROWS, "gradient_accumulation_steps": ACCUMULATION,
-        "optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}}, "gradient_clipping": 1e-3,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}}
-    if precision != "fp32":
-        config[precision] = {"enabled": True}
+    keys: dict[str, Any] = {"optimizer": {"type": "AdamW", "params": {"lr": LR, "weight_decay": 0.0}},
+                            "train_micro_batch_size_per_gpu": ROWS, "gradient_clipping": 1e-3}
     if precision == "fp16":
-        config["fp16"]["loss_scale"] = 64
-    engine, *_ = zero.initialize(model=model, model_parameters=model.parameters(), config=config)
-    return model, engine
+        keys["fp16"] = {"enabled": True, "loss_scale": 64}
+    return model, engine_of(stage, model, ACCUMULATION, precision, keys=keys)
 
 
 def batch(rank: int, micro: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -146,3 +145,105 @@ def test_values_of_another_shape_and_gradients_that_are_not_there_are_refused() 
     with zero.GatheredParameters([model.first.weight]), pytest.raises(ConfigError, match="inside zero.Gathered"):
         safe_set_full_fp32_param(model.first.weight, torch.ones(13, 7))
     assert safe_get_local_optimizer_state(model.first.bias, "exp_avg") is not None
+
+
+# ---- weights as a state dict -----------------------------------------------------------------------------------------
+
+
+def model_with_buffer(seed: int) -> nn.Module:
+    model = Model()
+    torch.manual_seed(seed)
+    for parameter in model.parameters():
+        nn.init.normal_(parameter)
+    model.register_buffer("scale", torch.tensor(float(seed)))
+    return model
+
+
+def engine_with(stage: int, seed: int, bf16: bool = False) -> Engine:
+    return engine_of(stage, model_with_buffer(seed), precision="bf16" if bf16 else "fp32", lr=0.03,
+                     stage3_gather_16bit_weights_on_model_save=True)
+
+
+def train_on_ones(engine: Engine) -> float:
+    x = torch.ones(2, WIDTH, dtype=engine.working_dtype)
+    loss = engine(x)
+    engine.backward(loss)
+    engine.step()
+    return float(loss.detach())
+
+
+@pytest.mark.parametrize("stage, bf16", pairs(range(4), [False, True], each=1))
+@on_ranks(2)
+def test_what_state_dict_gave_is_taken_at_every_stage(rank: int, world: int, stage: int, bf16: bool) -> None:
+    giver, taker = engine_with(stage, 1, bf16), engine_with(stage, 2 + rank, bf16)
+    for engine in (giver, taker):
+        train_on_ones(engine)
+    state = giver.state_dict()
+    taker.load_state_dict(state)
+    again = engine_with(stage, 3)
+    again.load_module_state_dict({name.removeprefix("module."): value for name, value in state.items()}
+                                 if rank == 0 else {})
+    loaded = again.module_state_dict()  # collective where it is gathered, and of rank 0
+    assert float(taker.module.scale) == 1.0, "buffers come along, on every rank"
+    given = float(giver(torch.ones(2, WIDTH, dtype=giver.working_dtype)).detach())
+    assert train_on_ones(taker) == given, "the same weights give the same loss"
+    assert train_on_ones(taker) < given, "they are trained on: the masters are the new weights, too"
+    assert all(torch.equal(loaded[name.removeprefix("module.")].float(), value.float())
+               for name, value in state.items() if rank == 0)
+    assert train_on_ones(again) > train_on_ones(again)
+
+
+@pytest.mark.parametrize("stage", [0, 3])
+@on_ranks(2)
+def test_what_does_not_fit_is_an_error_on_every_rank_and_changes_nothing(rank: int, world: int, stage: int) -> None:
+    engine = engine_with(stage, 1)
+    good = {name: value.clone() for name, value in engine.state_dict().items()}
+    other = {name: value + 1 for name, value in good.items()}
+    first = train_on_ones(engine_with(stage, 1))
+    for bad, told in (({"module.head.weight": torch.zeros(1, WIDTH)}, "names are missing, blocks.0.bias first"),
+                      ({}, "an empty state dict on the first data parallel rank"),
+                      ({**other, "module.head.bias": torch.zeros(3)},
+                       r"head.bias has shape \[3\] in the state dict, and shape \[1\] in the model"),
+                      ({**other, "module.three": torch.zeros(3)}, "not the model's, three first")):
+        with pytest.raises(ConfigError, match=told):
+            engine.load_state_dict(bad if rank == 0 else good)
+    assert train_on_ones(engine) == first, "nothing was changed, and the engine goes on"
+
+
+LOANS: dict[str, tuple[str, str]] = {
+    "raises": ("^in the middle of an edit$", "ValueError: in the middle of an edit"),
+    "reads": ("head.weight was edited", "head.weight was edited"),
+    "shape": ("head.weight became a tensor", "head.weight became a tensor"),
+    "dtype": ("head.weight became a tensor", "head.weight became a tensor"), "assigns": ("", "")}
+"""What rank 0 does in a loan, and what is said there and on the other rank."""
+
+
+@pytest.mark.parametrize("what, stage", pairs([*LOANS], [0, 1, 3], each=1))
+@on_ranks(2)
+def test_what_one_rank_does_in_a_loan_ends_it_on_all(rank: int, world: int, stage: int, what: str) -> None:
+    engine = engine_with(stage, 1, bf16=True)
+    weight = engine.module.head.weight
+
+    def lend() -> None:
+        with zero.GatheredParameters([weight, engine.module.head.bias], None if what == "reads" else 0):
+            if rank == 0 and what == "raises":
+                weight.fill_(2.0)
+                raise ValueError("in the middle of an edit")
+            if rank == 0 and what == "reads":
+                torch.no_grad()(weight.fill_)(2.0)
+            if rank == 0 and what == "shape":
+                weight.data = torch.ones(2, 2)
+            if rank == 0 and what == "dtype":
+                weight.data = weight.data.double()
+            if rank == 0 and what == "assigns":
+                weight.data = torch.full_like(weight, 2.0)
+
+    if what == "assigns":
+        lend()
+    else:
+        with pytest.raises((ConfigError, ValueError), match=LOANS[what][rank]):
+            lend()
+    wanted = model_with_buffer(1).head.weight.bfloat16() if what != "assigns" else torch.full((1, WIDTH), 2.0)
+    with zero.GatheredParameters(weight):
+        assert torch.equal(weight.float(), wanted.float())
+    train_on_ones(engine)

@@ -1,30 +1,130 @@
-"""An update that runs beside the next pass: the numbers are those of a loop whose gradients lack one step."""
+"""Copies between device and host: each wait and each order counts. An update that runs beside the next pass: the
+numbers are those of a loop whose gradients lack one step."""
 
 from __future__ import annotations
 
+from collections import deque
+from collections.abc import Iterator
 from concurrent.futures import wait
+from contextlib import AbstractContextManager, nullcontext
+from itertools import product
 from pathlib import Path
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import Mock, patch
 
 import pytest
 import torch
 from torch import Tensor
 
-from megatron.errors import ConfigError
+from megatron.errors import ConfigError, NumericsError
 from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.engine import ZeroEngine
+from megatron.zero.offload import storage
+from megatron.zero.offload.copy_streams import GradOffloader, _CudaCopyEvent, _CudaCopyStream
+from megatron.zero.offload.storage import HostShard
 from megatron.zero.update import DelayedOptimizerUpdate
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from mpu import groups
 from tests.distributed import on_ranks
-from tests.late_copy_streams import late_copy_streams
+from tests.late_copy_streams import LateCopyStream, late_copy_streams
 from tests.late_wire import late_wire
-from tests.megatron.zero.offload.test_equal import ROWS, batches, train
+from tests.megatron.zero.offload.test_equal import ROWS, alike, batches, outcome, storages, train
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
+from tests.without_waits import Place, waits, without
+
+MODULES = ["bucket", "flat_buffers", "update", "offload.copy_streams", "offload.storage"]
+
+
+ONLY_MEMORY = {"FlatBucket.start_gather", "_CudaCopyStream.copy", "GradOffloader.cancel_prefetch",
+               "StreamingHostStorage.iter_chunks"}
+"""There a wait keeps memory from being freed, at the end or after an error; the late ferry holds what it copies."""
+
+
+def places() -> Iterator[Place]:
+    for module in MODULES:
+        for place in waits(f"megatron.zero.{module}", {"wait_on_device", "wait_on_host"}):
+            if place.function not in ONLY_MEMORY:
+                yield place
+
+
+def lives(folder: Path) -> list[Any]:
+    """Everything that goes up and down: sums over micro-batches, blocks that take turns, weights on each side."""
+    found = []
+    both = {2: ("host", "device"), 3: ("host, params", "device, params")}
+    for stage, rows in product(both, (1, 2)):
+        cell = {"zero_stage": stage, "bf16": True, "batch_size": rows, "global_batch_size": 2}
+        for name in both[stage]:
+            found.append(life(cell | storages(folder, stage, 0, True)[name]))
+    return [*found, life(cell | storages(folder, stage, 0, True)["host"] | {"delayed_param_update": True})]
+
+
+def life(cell: dict[str, Any]) -> list[Any]:
+    engine = gpt2_engine(configure_gpt2(**cell, num_layers=4), groups.build(1))
+    found = outcome(engine, batches(4)[:, :2])
+    engine.detach()
+    return found
+
+
+def is_seen(folder: Path, fault: AbstractContextManager[Any]) -> bool:
+    with accelerator_side(), late_copy_streams():
+        wanted = lives(folder)
+        try:
+            with fault:
+                return not alike(lives(folder), wanted)
+        except Exception:
+            return True
+
+
+@pytest.mark.few(3)
+@pytest.mark.parametrize("place", [*places()], ids=str)
+@on_ranks(1)
+def test_no_wait_can_be_left_out(rank: int, world: int, place: Place, tmp_path: Path) -> None:
+    assert is_seen(tmp_path, without(place)), f"{place} without its wait"
+
+
+ORDERS = {
+    "a set comes before it has gone": lambda: patch.object(
+        storage._DeviceChunkBuffers, "copies_to_host", property(lambda self: (), lambda self, value: None)),
+    "a part leaves before it came": lambda: patch.object(HostShard, "_overlapping_copies", lambda *args: []),
+    "a sum goes up before it came": lambda: patch.object(
+        GradOffloader, "_last_copy", property(lambda self: None, lambda self, value: None), create=True)
+}
+"""Copies that begin too soon."""
+
+
+@pytest.mark.few(1)
+@pytest.mark.parametrize("what", ORDERS)
+@on_ranks(1)
+def test_no_order_can_be_left_out(rank: int, world: int, what: str, tmp_path: Path) -> None:
+    assert is_seen(tmp_path, ORDERS[what]()), what
+
+
+@on_ranks(2)
+def test_a_gather_comes_after_what_it_sends(rank: int, world: int, tmp_path: Path) -> None:
+    cell = {"zero_stage": 3, "batch_size": 1, "global_batch_size": 2, **storages(tmp_path, 3, 0, True)["params"]}
+    with accelerator_side(), late_copy_streams(), pytest.raises(NumericsError), \
+            patch.object(LateCopyStream, "collectives_after_copies", lambda lane: nullcontext()):
+        outcome(gpt2_engine(configure_gpt2(**cell), groups.build(1)), batches(2)[:, :2])
+
+
+def test_an_event_that_is_waited_for_again_frees_no_later_source() -> None:
+    """The bookkeeping of a CUDA stream, without CUDA: sources stay until a wait for their copy or a later one."""
+    stream = _CudaCopyStream.__new__(_CudaCopyStream)
+    events = [_CudaCopyEvent(Mock(), torch.device("cpu"), stream) for _ in range(3)]
+    stream._held_sources = deque((torch.zeros(1), event) for event in events)
+    events[1].wait_on_host()
+    assert [event for _, event in stream._held_sources] == [events[2]]
+    for event in events[:2]:
+        event.wait_on_host()
+    assert [event for _, event in stream._held_sources] == [events[2]]
+    events[2].wait_on_host()
+    assert not stream._held_sources
+
+
+# ---- an update beside the next pass ----------------------------------------------------------------------------------
 
 STEPS, RATE = 6, 2e-3
 DELAYED = {"offload_optimizer_device": "cpu", "delayed_param_update": True, "sub_group_size": 3072}
@@ -36,7 +136,7 @@ def built(world: int, **settings: Any) -> ZeroEngine:
 
 def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
     """The reference: every forward and backward is with the weights of one step ago, put into an exact engine."""
-    dp, names = engine.groups.dp, [*weights(engine)]
+    dp = engine.groups.dp
     for group in engine.param_groups:
         group["lr"] = RATE
     before: dict[str, Tensor] | None = None
@@ -48,13 +148,13 @@ def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
         loss = gpt2_loss(engine, batch.chunk(dp.size)[dp.rank]).mean()
         losses.append(engine.backward(loss).item())
         if before is not None:
-            put(engine, newest, names)
+            put(engine, newest)
         before = newest
         engine.step()
     return losses
 
 
-def put(engine: ZeroEngine, values: dict[str, Tensor], names: list[str] | None = None) -> None:
+def put(engine: ZeroEngine, values: dict[str, Tensor]) -> None:
     """Behind the engine's back, as far as backwards are concerned: gradients stay."""
     with torch.no_grad():
         for name, parameter in engine.module.named_parameters():
@@ -79,7 +179,6 @@ def test_gradients_are_of_the_weights_one_step_before(rank: int, world: int, sta
 
 @on_ranks(2)
 def test_whoever_needs_the_weights_gets_those_of_the_last_step(rank: int, world: int) -> None:
-    """Somebody needs the weights while an update is under way."""
     rows = batches(8)
     with accelerator_side(), late_copy_streams():
         for stage in (2, 3):
@@ -109,7 +208,6 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(rank: int, world:
 
 @on_ranks(2)
 def test_whoever_looks_at_the_weights_sees_those_of_the_last_step(rank: int, world: int) -> None:
-    """As of an engine whose update has been waited for."""
     rows = batches(5)
     for stage in (1, 3):
         with accelerator_side(), late_copy_streams():
@@ -143,7 +241,6 @@ def test_whoever_looks_at_the_weights_sees_those_of_the_last_step(rank: int, wor
 
 @on_ranks(2)
 def test_a_resumed_run_goes_on_as_the_saved_one(rank: int, world: int, tmp_path: Path) -> None:
-    """A save completes the update; what goes on from there, here or in a new run, is the same."""
     rows = batches(6)
     with accelerator_side(), late_copy_streams():
         one, other = (engine_of(world) for _ in range(2))
@@ -167,7 +264,6 @@ def engine_of(world: int, **settings: Any) -> Engine:
 
 @on_ranks(1)
 def test_an_update_that_fails_is_told(rank: int, world: int) -> None:
-    """The next step says so, and nothing goes on from half of it."""
     rows = batches(3)
     with accelerator_side():
         engine = built(world, zero_stage=1, **DELAYED)
@@ -180,9 +276,3 @@ def test_an_update_that_fails_is_told(rank: int, world: int) -> None:
             train(engine, rows[2:])
         with pytest.raises(ConfigError, match="ended half way"):
             train(engine, rows[2:])
-
-
-def test_where_it_can_do_nothing_a_note_says_so() -> None:
-    engine = engine_of(1)
-    assert any("--delayed-param-update has no effect here" in note for note in engine.notes)
-    engine.destroy()
