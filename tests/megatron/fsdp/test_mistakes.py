@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import nn
 
 from megatron.distributed import watchdog
-from megatron.errors import TrainerError
+from megatron.errors import ConfigError, TrainerError
 from megatron.fsdp import (FSDP, MixedPrecisionPolicy, checkpoint_wrapper, clip_grad_norm_, fully_shard,
                            summon_full_params)
 from megatron.fsdp.root import FSDPRoot
