@@ -16,8 +16,6 @@ from collections.abc import Collection
 from pathlib import Path
 from typing import Any
 
-import yaml
-
 from data.cli import suggest_spelling
 from megatron.config.schema import ErrorList
 from megatron.config.tree import Config
@@ -26,13 +24,21 @@ from megatron.errors import ConfigError
 FORMATS = ("yaml", "toml")
 
 
-def _parse_yaml(text: str) -> Any:
-    node = yaml.compose(text, yaml.SafeLoader)
+def _parse(path: Path, text: str) -> Any:
+    if path.suffix == ".toml":
+        return tomllib.loads(text)
+    import yaml  # here, since --help needs no package
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        settings = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
     names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
     twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]  # of which YAML would keep the last
     if twice:
         raise ConfigError(f"{', '.join(twice)} is given twice; keep one")
-    return yaml.safe_load(text)
+    return settings
 
 
 def read_config_file(path: str, known: Collection[str]) -> list[str]:
@@ -43,10 +49,10 @@ def read_config_file(path: str, known: Collection[str]) -> list[str]:
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"cannot be read: {error}") from None
     try:
-        settings = tomllib.loads(text) if Path(path).suffix == ".toml" else _parse_yaml(text) or {}
-    except (tomllib.TOMLDecodeError, yaml.YAMLError) as error:
-        raise ConfigError(f"no valid {'TOML' if Path(path).suffix == '.toml' else 'YAML'}: "
-                          f"{' '.join(str(error).split())}") from None
+        settings = _parse(Path(path), text)
+    except ValueError as error:  # tomllib's is one
+        kind = "TOML" if path.endswith(".toml") else "YAML"
+        raise ConfigError(f"no valid {kind}: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise ConfigError("expected names and values, as in `lr: 6e-4`")
     words, errors = list[str](), ErrorList()

@@ -56,6 +56,8 @@ class LogConfig(ConfigSection):
         None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
         "least ten lines)", "logging-steps", common=True,
         json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, help="a flag wins over it"), ge=0)
+    log_fields: Literal["auto", "short", "all"] = setting(
+        "auto", "what a console line shows; auto is short on a terminal, and all in a file or pipe")
     metrics_file: str | None = setting(None, "append one JSON object per step to this file", common=True)
     tensorboard_dir: str | None = setting(None, "write tensorboard scalars to this folder",
                                           "logging-dir", common=True,

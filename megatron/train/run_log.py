@@ -59,8 +59,8 @@ class _ProgressBar(tqdm):  # type: ignore[misc]
             self.fp.flush()
 
 
-def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
-    """Megatron-LM's log line, averaged over the steps since the last one."""
+def console_line(window: Sequence[StepMetrics], train_iters: int, *, is_short: bool = False) -> str:
+    """Megatron-LM's log line, or one of about 100 columns, averaged over the steps since the last one."""
     last, count = window[-1], len(window)
     seconds = sum(m.step_ms for m in window) / 1e3
     losses = [m.lm_loss for m in window if not m.skipped] or [math.nan]
@@ -72,16 +72,23 @@ def console_line(window: Sequence[StepMetrics], train_iters: int) -> str:
     drops = [m.dropping for m in window if m.dropping is not None]
     drives = [m.drive for m in window if m.drive is not None]
     skipped = sum(m.skipped for m in window)
+    loss, tokens_per_s = sum(losses) / len(losses), over_time(m.tokens_per_s for m in window)
+    mfu = [f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []
+    if is_short:
+        return " | ".join([
+            f" step {last.iteration}/{train_iters}", f"loss {loss:.4f}", f"grad norm {last.grad_norm:.3f}",
+            f"lr {last.learning_rate:.2E}", f"{seconds * 1e3 / count:.1f} ms", f"{tokens_per_s:.0f} tokens/s", *mfu,
+            *([f"skipped {skipped}"] if skipped else [])])
     parts = [
         f" iteration {last.iteration:8d}/{train_iters:8d}",
         f"elapsed time per iteration (ms): {seconds * 1e3 / count:.1f}",
         f"learning rate {last.learning_rate:.3E}",
-        f"lm loss {sum(losses) / len(losses):.6E}",
+        f"lm loss {loss:.6E}",
         f"loss scale {last.loss_scale:.1f}",
         f"grad norm {last.grad_norm:.3f}",
-        f"tokens/s {over_time(m.tokens_per_s for m in window):.0f}",
+        f"tokens/s {tokens_per_s:.0f}",
         f"TFLOP/s {over_time(m.tflops for m in window):.2f}",
-        *([f"MFU {100 * over_time(mfus):.1f}%"] if mfus else []),
+        *mfu,
         f"memory {last.max_memory_bytes / 2**30:.2f} GiB"]
     if drops:
         parts.append(f"theta {drops[-1].theta:.3f}, {sum(drop.blocks for drop in drops) / len(drops):.1f} blocks")
@@ -103,6 +110,7 @@ class RunLog:
         self.write_error: OSError | None = None
         self._survives_closed_stdout = survives_closed_stdout
         self._prints, self._extra_line, self._train_iters = writes, extra_line, train_iters
+        self._is_short = config.log_fields == "short" or config.log_fields == "auto" and sys.stdout.isatty()
         usual_interval = next((every for every in ROUND_INTERVALS if every * MIN_LINES <= train_iters - start), 1)
         interval = config.log_interval
         self._interval, self._prints_last_step = usual_interval if interval is None else interval, interval is None
@@ -185,7 +193,7 @@ class RunLog:
             return
         self._window.append(metrics)
         if metrics.iteration % self._interval == 0 or self._prints_last_step and metrics.iteration == self._train_iters:
-            self.print_line(console_line(self._window, self._train_iters))
+            self.print_line(console_line(self._window, self._train_iters, is_short=self._is_short))
             self._window.clear()
             if line := self._extra_line():
                 self.print_line(line)

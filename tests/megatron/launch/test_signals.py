@@ -205,7 +205,7 @@ def test_a_terminal_that_closes_under_a_run_is_a_request_to_stop(tmp_path):
              "1"]
     command = [sys.executable, *launch, *program, *flags]
     with AtTerminal(command, environment(TMPDIR=tmp_path), limit=PATIENCE) as program_there:
-        program_there.sees("iteration        3/")
+        program_there.sees(" step 3/")
         program_there.hangs_up()
         assert program_there.process.wait(LIMIT) == 0
         pids = [int(path.read_text()) for path in marks.glob("pid*")]

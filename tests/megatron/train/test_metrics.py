@@ -122,6 +122,19 @@ def test_the_console_line_has_rates_over_the_same_time_and_leaves_skipped_steps_
     assert CONSOLE.fullmatch(line) and "lm loss 3.000000E+00" in line and line.endswith("skipped 1")
     assert "elapsed time per iteration (ms): 10.0" in line and "tokens/s 100 " in line and "MFU 50.0%" in line
     assert "lm loss nan" in console_line([step(1, 2.0, True)], 10).lower()
+    short = console_line([step(1, 2.0, False), step(599_999, 4.0, False)], 600_000, is_short=True)
+    assert short == (" step 599999/600000 | loss 3.0000 | grad norm 1.000 | lr 1.00E-03 | 10.0 ms | 100 tokens/s | "
+                     "MFU 50.0%")
+
+
+@pytest.mark.parametrize(("fields", "is_terminal", "is_short"), [("auto", True, True), ("auto", False, False),
+                                                                 ("all", True, False), ("short", False, True)])
+def test_a_terminal_gets_short_lines(fields: str, is_terminal: bool, is_short: bool,
+                                     capsys: pytest.CaptureFixture[str]) -> None:
+    config = LogConfig(log_fields=fields, log_interval=1)  # type: ignore[arg-type]
+    with patch("sys.stdout.isatty", return_value=is_terminal), RunLog(config, 4, 0, writes=True) as log:
+        log.step(step(1, 2.0))
+    assert (" step 1/4 | loss 2.0000 | " in capsys.readouterr().out) == is_short
 
 
 def test_loss_lines_come_by_default_and_after_a_resume_too(tmp_path: Path) -> None:
