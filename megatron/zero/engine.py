@@ -481,8 +481,8 @@ class ZeroEngine:
         after `check_before_load`.
 
         `read(kind, slot, offset, out)` fills each segment; if it fails on one rank, all raise its error. Accumulated
-        gradients are discarded: the next micro-batch begins a step. The state stays marked as unfinished until
-        `finish_load`."""
+        gradients are discarded: the next micro-batch begins a step. The caller clears
+        `state.unfinished_change` once it has restored the rest."""
         self.finish_step()
         self.pass_coordinator.reshard_all()
         self._param_guard.steps = 0
@@ -491,9 +491,6 @@ class ZeroEngine:
         all_succeed_or_raise(lambda: self.state.load_segments(names, read), self.groups.world)
         publish_masters(self.all_buckets)
         self.pass_coordinator.weight_version += 1
-
-    def finish_load(self) -> None:
-        self.state.unfinished_change = None
 
     @property
     def compressed_exchanges(self) -> Sequence[CompressedBucketExchange]:

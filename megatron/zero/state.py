@@ -108,7 +108,7 @@ class EngineState:
                       read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """Call `read(kind, slot, offset, out)` for each segment of `names` (kind -> parameter names) on this rank.
 
-        No parameter may be in use. The state stays marked as unfinished until `finish_load`. A chunk that
+        No parameter may be in use. The caller clears `unfinished_change` at the end of the load. A chunk that
         is overwritten completely is not read first: after an NVMe failure it may be unreadable."""
         self.unfinished_change = "load"
         for bucket in self.all_buckets:

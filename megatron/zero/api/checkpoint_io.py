@@ -221,7 +221,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     if options.counters and options.scheduler and scheduler is not None and shared["lr_scheduler"] is not None:
         with reraise_as_corrupt(f"{where}: field 'lr_scheduler'"):
             scheduler.load_state_dict(shared["lr_scheduler"])  # ours also set the param groups' rates
-    engine.finish_load()
+    engine.state.unfinished_change = None
 
 
 def _param_groups_to_restore(shared: Mapping[str, Any], scheduler: LRSchedulerProtocol | None,
@@ -243,7 +243,7 @@ def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) ->
     assert_same_weights(checkpoint, engine.groups.world)
     all_succeed_or_raise(engine.check_before_load, engine.groups.world)
     engine.load_segments({"weight": checkpoint.shapes}, partial(_read_segment, engine, checkpoint))
-    engine.finish_load()
+    engine.state.unfinished_change = None
 
 
 def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoint, kind: str, slot: Slot,

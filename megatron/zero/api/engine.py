@@ -97,7 +97,7 @@ class Engine:
         self.lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
-        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call)
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self.run_id)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
@@ -480,7 +480,7 @@ class Engine:
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.finish_step()
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
-        self._background_save.finish_earlier_save(root)
+        self._background_save.finish_earlier_saves(root)
         in_background &= not self.core.engine_storage.has_offloaded_state
         plan = plan_engine_save(
             self, root, name, client_state or {}, optimizer=save_optimizer_states, rng=save_rng_states,
