@@ -55,10 +55,12 @@ def read_config_file(path: str, known: Collection[str]) -> list[str]:
         raise ConfigError(f"no valid {kind}: {' '.join(str(error).split())}") from None
     if not isinstance(settings, dict):
         raise ConfigError("expected names and values, as in `lr: 6e-4`")
-    words, errors = list[str](), ErrorList()
+    words, errors, seen = list[str](), ErrorList(), set[str]()
     for name, value in settings.items():
         flag = f"--{str(name).replace('_', '-')}"
-        if isinstance(value, dict):
+        if flag in seen:
+            errors.append(f"{name} is given twice, with dashes and with underscores; keep one")
+        elif isinstance(value, dict):
             errors.append(f"{name} is a section: write the names of flags without sections, as in `lr: 6e-4`")
         elif flag not in known:
             hint = suggest_spelling(flag, known).replace("--", "").replace("-", "_")
@@ -67,6 +69,7 @@ def read_config_file(path: str, known: Collection[str]) -> list[str]:
             words += [flag, *map(str, value)] if value else []
         elif value is not None:
             words.append(f"{flag}={str(value).lower() if isinstance(value, bool) else value}")
+        seen.add(flag)
     errors.raise_if_any()
     return words
 

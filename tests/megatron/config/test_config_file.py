@@ -58,6 +58,7 @@ def test_flags_win_whatever_their_place_and_name(tmp_path: Path) -> None:
     ("a.yaml", "train_itres: 3\nhelp: true\n", ["unknown name train_itres: did you mean train_iters?",
                                                 "unknown name help: the names are those of the flags"]),
     ("a.yaml", "lr: 1\nlr: 2\n", ["lr is given twice; keep one"]),
+    ("a.toml", "train_iters = 1\ntrain-iters = 2\n", ["train-iters is given twice, with dashes and with underscores"]),
     ("a.toml", "lr = 1\nlr = 2\n", ["no valid TOML: Cannot overwrite a value"]),
     ("a.yaml", "lr: [1\n", ["no valid YAML: "]),
     ("a.yaml", "- lr\n", ["expected names and values, as in `lr: 6e-4`"]),
