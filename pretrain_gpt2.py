@@ -63,11 +63,12 @@ def _run(stop: StopListener) -> int:
     from megatron.plan.alternatives import oom_hint
     from megatron.recompute import notes as recompute_notes
     from megatron.train import build
-    from megatron.train.evaluation import generate_sample, printable
+    from megatron.train.evaluation import generate_samples
     from megatron.train.loop import Trainer
     from megatron.train.processor import keep_freed_memory, precision_notes as processor_notes
     from megatron.train.resume import RunCheckpoints
     from megatron.train.run_log import RunLog, check_log_paths, header_lines, header_record
+    from megatron.train.summary import closing_lines
     from megatron.zero.stages import ineffective_on_gpu_notes
     from mpu import groups as mpu_groups
 
@@ -110,8 +111,10 @@ def _run(stop: StopListener) -> int:
             checkpoints.save_finished_run(engine, log.saved, state)
         elif is_evaluation or trainer.run(state, datasets.train, datasets.valid):
             is_complete = trainer.finish(state, datasets.valid, datasets.test)
-            if is_complete and config.log.sample_tokens and not config.data.mock_data:
-                log.print_line(f" sample: {printable(generate_sample(engine, tokenizer, config))}")
+            if is_complete and not config.data.mock_data:
+                samples = generate_samples(engine, tokenizer, config) if config.log.sample_tokens else []
+                for line in closing_lines(config, samples) if env.rank == 0 else ():
+                    log.print_line(line)
         if stop.signal != SIGHUP:  # the terminal was closed
             log.check_console(f"saved step {state.iteration} in {config.save.save}")
     process_group.shutdown()

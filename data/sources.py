@@ -87,7 +87,7 @@ def named_corpus(name: str) -> str:
     """The prefix of one of NAMED_CORPORA; raises DataError if it is not built."""
     if name == "default":
         title, prefix = "default corpus", str(DEFAULT_FOLDER / "corpus")
-        remedy = "build it (10 seconds, no download): python -m data.default_corpus"
+        remedy = "build it (5 seconds, no download): python -m data.default_corpus"
     else:
         title, built = name, Path(__file__).resolve().parent / "webtext" / "corpus"
         prefix = os.environ.get("WEBTEXT_PREFIX") or str(built)

@@ -4,6 +4,7 @@
 #
 #   GPUS_PER_NODE NNODES NODE_RANK MASTER_ADDR MASTER_PORT   the job's shape, from the environment
 #   PRESET                                                  tiny, small, 124M, 345M, ... (pretrain_gpt2.py --help)
+#   TRAIN_SECONDS                                           how long training should take (about; --train-iters wins)
 #   RUNS                                                    where runs are kept (the repository's runs/; of an installation, runs/ here)
 #
 # The arguments of a script go through to pretrain_gpt2.py after the script's own flags, so they win. With --config FILE
@@ -99,6 +100,7 @@ add_corpus() {
     if given --train-data "$@" || given --mock-data "$@"; then return; fi
     local folder="$RUNS/default_corpus"
     python -m data.default_corpus --output-dir "$folder" >/dev/null
+    FLAGS+=(--sample-tokens 80 --sample-prompt "It was" "She" "\"My dear")
     if [[ "$PRESET" == small ]]; then
         FLAGS+=(--train-data "$folder/corpus" --tokenizer-path "$folder/tokenizer.model")
     else
@@ -106,25 +108,43 @@ add_corpus() {
     fi
 }
 
-# Adds the preset's batch, length and learning rate: about three minutes on two CPU cores, or on one GPU.
+# Adds the preset's batch, length and learning rate. --train-iters is for where the speed is not measured (limit_time).
 add_recipe() {
     local warmup=0.1
-    # No dropout: text is seen about once, and without it attention runs in its fused kernel on every device.
-    FLAGS+=(--preset "$PRESET" --split 980,19,1 --lr-decay-style cosine --clip-grad 1.0 --weight-decay 0.1
+    # No dropout: attention without it runs in its fused kernel on every device.
+    FLAGS+=(--preset "$PRESET" --split 980,19,1 --clip-grad 1.0 --weight-decay 0.1
             --attention-dropout 0 --hidden-dropout 0)
     case "$DEVICE:$PRESET" in
-        *:tiny) FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4
+        *:tiny) warmup=0.05
+                FLAGS+=(--batch-size 8 --train-iters 500 --lr 3e-3 --min-lr 3e-4 --lr-decay-style cosine
                         --eval-interval 250 --eval-iters 10 --save-interval 250) ;;
         cpu:*)  given --fp16 "$@" || FLAGS+=($(python -m megatron.train.processor))  # --bf16 where the processor has it
-                FLAGS+=(--batch-size 8 --train-iters 240 --lr 1e-3 --min-lr 1e-4
-                        --eval-interval 120 --eval-iters 5 --save-interval 60) ;;
+                TRAIN_SECONDS="${TRAIN_SECONDS:-240}" warmup=0.05
+                FLAGS+=(--batch-size 8 --train-iters 600 --optimizer muon --lr 1.5e-2 --min-lr 0 --lr-decay-style linear
+                        --adam-beta2 0.95 --eval-interval 200 --eval-iters 5 --save-interval 100) ;;
         gpu:*)  given --fp16 "$@" || FLAGS+=(--bf16)
-                FLAGS+=(--batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5
+                TRAIN_SECONDS="${TRAIN_SECONDS:-300}"
+                FLAGS+=(--batch-size 16 --train-iters 1500 --lr 6e-4 --min-lr 6e-5 --lr-decay-style cosine
                         --eval-interval 250 --eval-iters 10 --save-interval 500) ;;
     esac
-    if [[ "$PRESET" == tiny ]]; then warmup=0.05; fi
     given --lr-warmup-iters "$@" || FLAGS+=(--warmup "$warmup")
     if [[ $DEVICE == gpu && ( -z "$DRY_RUN" || -n "${CARD_GB:-}" ) ]] && ! fits "$@"; then FLAGS+=(--checkpoint-activations); fi
+}
+
+# Sets --train-iters to what takes TRAIN_SECONDS by a short trial on this machine; resumes keep the number.
+limit_time() {  # FOLDER ARGUMENTS...
+    local file="$1/train_iters" seconds="" iterations=""
+    shift
+    if [[ -z "${TRAIN_SECONDS:-}" || "$NNODES" -gt 1 ]] || given --train-iters "$@"; then return; fi
+    read -r seconds iterations 2>/dev/null <"$file" || true
+    if [[ "$seconds" != "$TRAIN_SECONDS" ]]; then
+        say "measuring the speed of a few steps"
+        iterations="$(python -m megatron.tune --steps-in "$TRAIN_SECONDS" --ranks "$GPUS_PER_NODE" \
+            --device "${DEVICE/gpu/cuda}" "${FLAGS[@]}" "$@")" || fail "the trial failed; --train-iters N needs none"
+        echo "$TRAIN_SECONDS $iterations" >"$file"
+    fi
+    FLAGS+=(--train-iters "$iterations")
+    say "$iterations steps: about $TRAIN_SECONDS seconds"
 }
 
 fits() {  # ARGUMENTS...: whether the planner puts the run on this node's first GPU without recomputation. Runs
@@ -166,7 +186,8 @@ pretrain() {
         add_corpus "$@"
         mkdir -p -- "$folder" || fail "cannot make $folder; set RUNS to a folder that can be written"
         FLAGS+=(--save "$folder" --load "$folder" --keep-last 2 --metrics-file "$folder/metrics.jsonl"
-                --data-cache-path "$RUNS/cache")
+                --data-cache-path "$RUNS/cache" --summary)
+        given --print-config "$@" || limit_time "$folder" "$@"
     fi
     PYTHONPATH="$(with_sources)"
     export PYTHONPATH

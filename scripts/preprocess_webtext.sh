@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From raw pages to the corpus that `--train-data webtext` finds. Run again, it continues where it stopped.
 #
-#   bash scripts/preprocess_webtext.sh                              a sample made of installed documentation, about a minute
+#   bash scripts/preprocess_webtext.sh                              a sample made of novels, about a minute
 #   bash scripts/preprocess_webtext.sh crawl/ more.jsonl.gz         your files; flags of `python -m data.webtext run` follow
 #   python pretrain_gpt2.py --preset small --tokenizer-type GPT2BPETokenizer --train-data webtext
 #

@@ -159,5 +159,5 @@ def test_an_installation_keeps_the_default_corpus_in_the_current_folder(tmp_path
     program = "from data.sources import check_sources; check_sources(['default'], '--train-data')"
     done = run(tmp_path / "site", tmp_path, sys.executable, "-P", "-c", program)
     assert done.stderr.splitlines()[-1].endswith(
-        "default corpus: .cache/default-corpus/corpus.idx is missing; build it (10 seconds, no download): "
+        "default corpus: .cache/default-corpus/corpus.idx is missing; build it (5 seconds, no download): "
         "python -m data.default_corpus")

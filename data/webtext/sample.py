@@ -1,9 +1,9 @@
 """A small web to try the stages on: `python -m data.webtext.sample --output-dir DIR`.
 
-No network: the pages are the documentation inside this Python and NumPy, as a crawler might have left them: JSON lines,
-some compressed, HTML files and plain text. With them come, on purpose, copies, near copies, repeated and blacklisted
-addresses, foreign pages, broken encodings, and lines that are not JSON (so `--on-error strict` refuses it). The same
-packages give the same files, to the byte.
+No network: the pages are scenes of Jane Austen's novels (data/default_corpus.py), as a crawler might have left them:
+JSON lines, some compressed, HTML files and plain text. With them come, on purpose, copies, near copies, repeated and
+blacklisted addresses, foreign pages, broken encodings, and lines that are not JSON (so `--on-error strict` refuses it).
+Every call writes the same bytes.
 """
 
 from __future__ import annotations
@@ -13,13 +13,13 @@ import html
 import json
 import random
 from collections.abc import Sequence
+from hashlib import sha256
 from pathlib import Path
 
 from data.cli import StrictArgumentParser, run_command
-from data.default_corpus import collect_documents
+from data.default_corpus import read_novels
 from data.storage import make_folder, staged_file
 
-PACKAGES = ("python", "numpy")
 SEED = 1234
 FOREIGN_SENTENCES = (
     "Der Kater schlief den ganzen Tag auf dem warmen Dach und kam erst am Abend zum Essen zurück. ",
@@ -27,14 +27,14 @@ FOREIGN_SENTENCES = (
     "La biblioteca del barrio abre todos los días, y los niños vienen a leer después de la escuela. ",
     "Il treno per Bologna parte alle otto, ma oggi è in ritardo a causa della neve in montagna. ")
 MALFORMED_LINES = (b'{"text": "this line was cut o\n', b"[1, 2, 3]\n",
-                   b'{"url": "http://docs.example.org/no-text.html"}\n',
-                   b'{"text": "bytes that are \xff\xfe no UTF-8", "url": "http://docs.example.org/latin.html"}\n',
+                   b'{"url": "http://novels.example.org/no-text.html"}\n',
+                   b'{"text": "bytes that are \xff\xfe no UTF-8", "url": "http://novels.example.org/latin.html"}\n',
                    b'{"text": "half a pair \\ud83d of surrogates"}\n', b'{"text": 17}\n', b"\0\0\0\0\n")
 
 
 def html_page_of(text: str) -> str:
-    """An HTML page that has the first word of the text as its title."""
-    title = html.escape(text.split(maxsplit=1)[0])
+    """An HTML page that has the first words of the text as its title."""
+    title = html.escape(" ".join(text.split()[:5]))
     paragraphs = "".join(f"<p>{html.escape(part)}</p>\n" for part in text.split("\n\n"))
     return (f"<!DOCTYPE html>\n<html><head><title>{title}</title><style>p {{ margin: 1em }}</style></head>"
             f"<body><nav><a href=/>Home</a> <a href=/index>Index</a></nav><main><h1>{title}</h1>\n"
@@ -42,7 +42,7 @@ def html_page_of(text: str) -> str:
 
 
 def url_of(text: str) -> str:
-    return f"http://docs.example.org/{text.split(maxsplit=1)[0].replace('.', '/')}.html"
+    return f"http://novels.example.org/{sha256(text.encode()).hexdigest()[:12]}.html"
 
 
 def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str, str]]:
@@ -66,11 +66,11 @@ def planted_documents(texts: Sequence[str], rng: random.Random) -> list[dict[str
 
 def main(argv: Sequence[str] | None = None) -> None:
     parser = StrictArgumentParser("data.webtext.sample",
-                                  "A small web to try the stages on, from installed documentation.")
+                                  "A small web to try the stages on, from Jane Austen's novels.")
     parser.add_argument("--output-dir", type=Path, required=True, metavar="DIR")
     folder = parser.parse_args(argv).output_dir
     rng = random.Random(SEED)
-    texts = collect_documents(PACKAGES, workers=1)
+    texts = read_novels()
     pages, plain, rest = texts[:100], texts[100:120], texts[120:]
     records = [{"text": text, "url": url_of(text)} for text in rest] + planted_documents(rest, rng)
     rng.shuffle(records)

@@ -72,8 +72,10 @@ class LogConfig(ConfigSection):
     wandb_team: str | None = setting(None, "whose project it is (default: the user's own)", "wandb-entity",
                                      metavar="NAME", json=JsonKey("wandb.team", is_independent=False))
     peak_tflops: float | None = setting(None, "peak of one device, for MFU (default: by the device's name)", gt=0)
-    sample_tokens: int = setting(64, "tokens of the text sample at the end; 0 turns it off", ge=0)
-    sample_prompt: str = setting("The", "prompt of the text sample at the end", metavar="TEXT")
+    sample_tokens: int = setting(64, "tokens of each text sample at the end; 0 turns them off", ge=0)
+    sample_prompt: tuple[str, ...] = setting(("The",), "prompts of the text samples at the end", metavar="TEXT")
+    summary: bool = setting(False, "at the end, a chart of the losses of --metrics-file, the samples as paragraphs, "
+                            "and what to do next")
     verbose: bool = setting(False, "print the whole configuration at the start")
     debug: bool = setting(False, "print tracebacks")
 

@@ -79,16 +79,18 @@ def perplexity(loss: float) -> float:
 SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)  # the defaults of `megatron.generate`
 
 
-def generate_sample(engine: Engine, tokenizer: Tokenizer, config: Config) -> str:
-    """Continue the configured prompt. The text is equal on every rank and for every layout; training's random streams
-    are not used. Collective."""
-    typed = config.log.sample_prompt.encode("utf-8", "surrogateescape")  # keep bytes that the locale cannot decode
-    prompt = tuple(int(i) for i in tokenizer.encode(typed.decode("utf-8", "replace"))) or (tokenizer.eod,)
-    defaults = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True)
-    with engine_decoder(engine, rows=1) as reader:
+def generate_samples(engine: Engine, tokenizer: Tokenizer, config: Config) -> list[str]:
+    """Continue each configured prompt. The texts are equal on every rank and for every layout; training's random
+    streams are not used. Collective."""
+    defaults, requests = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True), []
+    for typed in config.log.sample_prompt:
+        raw = typed.encode("utf-8", "surrogateescape")  # keep bytes that the locale cannot decode
+        prompt = tuple(int(i) for i in tokenizer.encode(raw.decode("utf-8", "replace"))) or (tokenizer.eod,)
+        requests += defaults.make_requests(prompt, len(requests))
+    with engine_decoder(engine, rows=len(requests)) as reader:
         generator = Generator(reader, vocabulary=tokenizer.vocab_size, eod=tokenizer.eod, sliding_window=True)
-        (text,) = generator.generate(defaults.make_requests(prompt, 0))
-    return tokenizer.decode(text.ids)
+        texts = sorted(generator.generate(requests), key=lambda text: text.request.number)
+    return [tokenizer.decode(text.ids) for text in texts]
 
 
 def printable(text: str) -> str:

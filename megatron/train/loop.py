@@ -333,7 +333,7 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     if not steps:
         yield lambda step: None
         return
-    was_enabled, was_frozen = gc.isenabled(), gc.get_freeze_count() > 0  # by the surrounding program
+    was_enabled = gc.isenabled()  # by the surrounding program
     gc.collect()
     gc.freeze()
     gc.disable()
@@ -345,8 +345,7 @@ def periodic_gc(steps: int) -> Iterator[Callable[[int], None]]:
     try:
         yield collect
     finally:
-        if not was_frozen:
-            gc.unfreeze()
+        gc.unfreeze()
         if was_enabled:
             gc.enable()
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from math import inf, isfinite
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
 from data.storage import DataError, hold_writer_lock, make_folder, prefix_storage_errors, staged_file
@@ -33,6 +34,7 @@ from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FILE, TRIALS_FOLDER_FLAG, 
 COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
            "measured", "")
 BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
+MEASURED_STEPS = (4, 12)  # of --steps-in, both ends included: the first steps are slower
 METRIC_UNITS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
@@ -148,6 +150,8 @@ def _parser() -> StrictArgumentParser:
     parser.add_argument("--trial-seconds", type=float, metavar="S",
                         help="the longest that a trial may take (default: --startup-timeout-seconds until it has "
                              "taken a step, then by the predicted time)")
+    parser.add_argument("--steps-in", type=float, metavar="S",
+                        help="try the run as it is, print how many steps it takes in S seconds, and search nothing")
     return parser
 
 
@@ -156,7 +160,7 @@ def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
     refuse_retired(argv, {"--rates": "a search measures this machine itself, in about 10 s"})
     options, flags = parser.parse_known_args(argv)
     options.dry_run = is_dry_run(flags)
-    require_positive(options, "ranks", "card_gb", "trial_seconds")
+    require_positive(options, "ranks", "card_gb", "trial_seconds", "steps_in")
     options.device = options.device or ("cuda" if num_visible_gpus() else "cpu")
     config = parse_args(flags, options.ranks,
                         other_options=parser.flag_names())  # its micro-batch need not fit: others are tried
@@ -175,6 +179,13 @@ def main(argv: Sequence[str] | None = None) -> int:
                 "--device cpu")
         require(args.ranks <= gpus, f"--ranks {args.ranks} is more than the {gpus} GPUs of this machine: trials run "
                 "here")
+    if args.steps_in is not None:
+        with TemporaryDirectory() as place:
+            result = TrialRunner(Path(place), *MEASURED_STEPS, args.trial_seconds).run(1, requested, inf)
+        if result.seconds is None:
+            raise PeerError(f"the trial ended with {result.state}: {result.words}")
+        print(max(1, round(args.steps_in / result.seconds)))
+        return 0
     if args.dry_run:
         planned = plan_choices(requested, measured_rates(requested))
         capacity = available_memory(requested, args.card_gb)

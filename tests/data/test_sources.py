@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import lzma
 import os
 import subprocess
 import sys
@@ -16,7 +17,7 @@ from typing import Any
 import pytest
 
 from data import default_corpus, sources
-from data.default_corpus import build_default_corpus, source_files
+from data.default_corpus import build_default_corpus, read_novels
 from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.input_files import find_text_files
@@ -101,7 +102,7 @@ def test_a_corpus_that_has_a_name_is_refused_with_the_command_that_makes_it(fold
     assert default_corpus.DEFAULT_FOLDER == ROOT / ".cache" / "default-corpus"  # of an installation: test_packaging.py
     monkeypatch.setattr(sources, "DEFAULT_FOLDER", folder / "none")
     monkeypatch.delenv("WEBTEXT_PREFIX", raising=False)
-    assert complaint("default").endswith("build it (10 seconds, no download): python -m data.default_corpus")
+    assert complaint("default").endswith("build it (5 seconds, no download): python -m data.default_corpus")
     assert "preprocess_webtext.sh" in complaint("webtext")
     monkeypatch.setenv("WEBTEXT_PREFIX", str(folder / "a"))
     assert set(letters(opened("webtext").train)) == {"a"}
@@ -370,28 +371,34 @@ def test_a_folder_without_text_is_refused_with_what_it_holds(tmp_path: Path) -> 
 
 # --------------------------------------------------------------------------------------------------- the default corpus
 
-SETTINGS = {"vocab_size": 600, "packages": ("numpy",)}
-
-
 def test_it_is_deterministic_complete_and_built_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    quarter = source_files("numpy")[::4]
-    monkeypatch.setattr(default_corpus, "source_files", lambda package: quarter)
-    prefix = build_default_corpus(tmp_path / "a", workers=2, **SETTINGS)  # type: ignore[arg-type]
-    build_default_corpus(tmp_path / "b", workers=1, **SETTINGS)  # type: ignore[arg-type]
+    texts = read_novels()[:300]
+    monkeypatch.setattr(default_corpus, "read_novels", lambda: texts)
+    prefix = build_default_corpus(tmp_path / "a", 600, workers=2)
+    build_default_corpus(tmp_path / "b", 600, workers=1)
     names = ["corpus.jsonl", "tokenizer.model", "corpus.bin", "corpus.idx", "corpus.json", "source.json"]
     for name in names:
         assert (tmp_path / "a" / name).read_bytes() == (tmp_path / "b" / name).read_bytes(), name
 
     corpus, tokenizer = IndexedCorpus(prefix), SentencePieceTokenizer(str(tmp_path / "a" / "tokenizer.model"))
-    texts = [json.loads(line)["text"] for line in (tmp_path / "a" / "corpus.jsonl").read_text().splitlines()]
-    assert tokenizer.vocab_size == 600 and corpus.num_documents == len(texts) == len(set(texts)) > 50
-    assert texts == sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
-    for number in (0, len(texts) - 1):
+    assert [json.loads(line)["text"] for line in (tmp_path / "a" / "corpus.jsonl").read_text().splitlines()] == texts
+    assert tokenizer.vocab_size == 600 and corpus.num_documents == 300
+    for number in (0, 299):
         *ids, end = corpus.document(number).tolist()
         assert tokenizer.decode(ids) == texts[number] and end == tokenizer.eod
 
-    monkeypatch.setattr(default_corpus, "collect_documents", lambda *_: pytest.fail("built again"))
-    build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
+    monkeypatch.setattr(default_corpus, "read_novels", lambda: pytest.fail("built again"))
+    build_default_corpus(tmp_path / "a", 600)
     (tmp_path / "a" / "corpus.bin").unlink()
     with pytest.raises(pytest.fail.Exception):
-        build_default_corpus(tmp_path / "a", **SETTINGS)  # type: ignore[arg-type]
+        build_default_corpus(tmp_path / "a", 600)
+
+
+def test_the_novels_are_whole_and_mixed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = read_novels()
+    assert len(set(texts)) == 2169 and min(map(len, texts)) > 300 and texts[0] != min(texts)
+    assert texts == sorted(texts, key=lambda text: hashlib.sha256(text.encode()).digest())
+    (tmp_path / "changed.xz").write_bytes(lzma.compress(lzma.decompress(default_corpus.NOVELS.read_bytes())[:-1]))
+    monkeypatch.setattr(default_corpus, "NOVELS", tmp_path / "changed.xz")
+    with pytest.raises(DataError, match="the text is not the shipped one"):
+        read_novels()

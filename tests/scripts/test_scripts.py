@@ -20,8 +20,13 @@ SAY = """import json, os, sys
 print(json.dumps({'argv': sys.argv[1:], 'pid': os.getpid(), 'cwd': os.getcwd(),
                   'tunables': os.environ.get('GLIBC_TUNABLES')}))
 """
+TRIAL = """import sys
+seconds = sys.argv[sys.argv.index('--steps-in') + 1]
+print('a trial of', seconds, 's', file=sys.stderr)
+print(4 * int(seconds))
+"""
 SETTINGS = ("GPUS_PER_NODE", "NNODES", "NODE_RANK", "MASTER_ADDR", "MASTER_PORT", "PRESET", "RUNS", "NVME_PATH",
-            "CARD_GB", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "WEBTEXT_PREFIX")
+            "CARD_GB", "TRAIN_SECONDS", "PYTHON", "VIRTUAL_ENV", "GLIBC_TUNABLES", "WEBTEXT_PREFIX")
 
 
 @pytest.fixture
@@ -35,8 +40,9 @@ def repository(tmp_path: Path) -> Path:
         (root / package / "__init__.py").touch()
         (root / package / f"{module}.py").write_text(text)
     (root / "pretrain_gpt2.py").touch()
-    (root / "megatron" / "train").mkdir()
-    (root / "megatron" / "train" / "processor.py").write_text("print('--bf16')")
+    for package, module, text in (("train", "processor", "print('--bf16')"), ("tune", "__main__", TRIAL)):
+        (root / "megatron" / package).mkdir()
+        (root / "megatron" / package / f"{module}.py").write_text(text)
     return root
 
 
@@ -67,6 +73,22 @@ def argv_of(repository: Path, script: str, *arguments: str, **settings: str) -> 
 TRAINING = sorted(path.name for pattern in ("pretrain_gpt2*.sh", "ds_*.sh")
                   for path in (ROOT / "scripts").glob(pattern))
 DEEPSPEED = [name for name in TRAINING if name.startswith("ds_")]
+
+
+def test_the_number_of_steps_follows_from_the_speed_and_is_kept_for_resumes(repository):
+    def steps(*arguments: str, script: str = "pretrain_gpt2.sh", **settings: str) -> tuple[str, bool]:
+        result = run(repository, script, *arguments, **settings)
+        assert result.returncode == 0, result.stderr
+        return value(json.loads(result.stdout)["argv"], "--train-iters"), "a trial of" in result.stderr
+
+    assert steps() == ("960", True) and steps() == ("960", False), "measured once"
+    assert steps(TRAIN_SECONDS="60") == ("240", True)
+    assert steps("--train_iters=7") == ("600", False), "the word of the user, which comes last, wins"
+    assert steps(PRESET="tiny") == ("500", False)
+    assert steps(script="pretrain_gpt2_distributed.sh", NNODES="2") == ("600", False), "the same on every node"
+    (repository / "megatron" / "tune" / "__main__.py").write_text("raise SystemExit('error: no memory')")
+    failed = run(repository, "pretrain_gpt2.sh", TRAIN_SECONDS="30")
+    assert failed.returncode == 2 and "error: no memory" in failed.stderr and "--train-iters N" in failed.stderr
 
 
 def test_one_process_by_default_and_the_runs_folder_is_inside_the_repository(repository):
@@ -110,7 +132,7 @@ def test_without_gpus_two_cpu_ranks_start_and_one_line_says_so(repository):
     for script in ("pretrain_gpt2_distributed.sh", "pretrain_gpt2_model_parallel.sh"):
         result = run(repository, script)
         assert value(json.loads(result.stdout)["argv"], "--nproc-per-node") == "2"
-        assert result.stderr == "no GPU: 2 CPU rank(s) of the small model\n"
+        assert result.stderr.startswith("no GPU: 2 CPU rank(s) of the small model\n")
 
 
 def test_the_shape_of_the_job_comes_from_the_environment(repository):

@@ -31,11 +31,11 @@ from tests.wires import accelerator_side
 
 
 def test_garbage_is_looked_for_at_the_interval_and_at_no_other_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    seen: list[tuple[bool, bool]] = []
-    monkeypatch.setattr(gc, "collect", lambda: seen.append((gc.isenabled(), gc.get_freeze_count() > 0)))
+    seen, frozen_before = list[tuple[bool, bool]](), gc.get_freeze_count()
+    monkeypatch.setattr(gc, "collect", lambda: seen.append((gc.isenabled(), gc.get_freeze_count() > frozen_before)))
     train([*TINY, "--mock-data", "--train-iters", 7, "--gc-interval", 2])
     assert seen == [(True, False), *[(False, True)] * 3], "before the loop, whose objects are frozen; steps 2, 4 and 6"
-    assert gc.isenabled() and not gc.get_freeze_count()
+    assert gc.isenabled() and gc.get_freeze_count() <= frozen_before
 
 
 def in_force() -> tuple[int, bool, str | None]:

@@ -24,8 +24,9 @@ from megatron.errors import format_bytes
 from megatron.metrics.step_metrics import STEP_SCALARS, StepMetrics
 from megatron.train.evaluation import printable
 from megatron.train.run_log import RunLog, console_line
+from megatron.train.summary import CHART_COLUMNS, CHART_ROWS, loss_chart
 from megatron.zero.offload.direct_io import DirectIoFile
-from tests.megatron.helpers import TINY, own_signals, records, steps, train
+from tests.megatron.helpers import TINY, own_signals, records, steps, train, write_corpus
 
 PROMISED = {"iteration", "lm_loss", "grad_norm", "learning_rate", "loss_scale", "skipped", "consumed_samples",
             "samples_digest", "step_ms", "tokens_per_s", "tflops", "mfu", "max_memory_bytes"}
@@ -199,6 +200,30 @@ def test_the_sample_is_one_printable_line_and_can_be_read_back() -> None:
         assert shown.isprintable() and "\ufffd" not in shown
         literal = shown.removesuffix(r" (\ufffd: bytes that are not UTF-8)")
         assert ast.literal_eval(literal) == text and (literal != shown) == ("\ufffd" in text)
+
+
+def test_a_chart_shows_every_loss_at_its_step_and_is_not_flattened_by_the_beginning() -> None:
+    records: list[dict[str, Any]] = [{"config": True}]
+    records += [{"iteration": step, "lm_loss": 100.0 if step < 30 else 4.0 - step / 500} for step in range(1, 641)]
+    records += [{"iteration": 640, "lm_loss": 3.0, "eval": True, "split": split} for split in ("validation", "test")]
+    records += [{"iteration": 5, "lm_loss": math.nan}, {"save": True, "step": 640}]
+    *rows, axis, steps_line, legend = loss_chart(records)
+    assert len(rows) == CHART_ROWS and [row.split("|")[0].strip() for row in rows] == ["3.91", *[""] * 8, "2.73"]
+    columns = list(zip(*(row.split("|")[1].ljust(CHART_COLUMNS) for row in rows), strict=True))
+    assert all("".join(column).count("*") == 1 for column in columns[:-1]), "one mean for each column"
+    heights = [column.index("*") for column in columns[:-1]]
+    assert heights[:4] == [0] * 4 and heights == sorted(heights) and len(set(heights[4:])) == CHART_ROWS
+    assert columns[-1].index("o") == round((3.91 - 3.0) / (3.91 - 2.73) * 9) and steps_line.endswith("640")
+    assert loss_chart(records[:2]) == []
+
+
+def test_the_last_lines_of_a_run_name_its_folder_and_continue_each_prompt(tmp_path: Path) -> None:
+    said = train([*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--save", tmp_path / "a b", "--summary",
+                  "--metrics-file", tmp_path / "m", "--train-iters", 3, "--sample-tokens", 9, "--sample-prompt", "one",
+                  "two"])
+    chart, first, second, after = said.split("\n\n")[-4:]
+    assert "loss of training (*)" in chart and first.startswith("  one") and second.startswith("  two")
+    assert f"generate_text.sh --load '{tmp_path / 'a b'}'" in after
 
 
 def events_of(folder: Path) -> Any:
