@@ -112,6 +112,7 @@ def shards_of_folder(folder: Path) -> dict[str, tuple[int | None, str]] | None:
 
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"
 KIND_OF_SUFFIX = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
+DATASET_PREFIX = "hf:"  # of a dataset (huggingface.py), whose rows are read as lines of JSON
 FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")  # without .json: settings and corpus facts use that suffix
 
 CACHE_SUFFIX = ".cache"  # suffix of the folder beside a source that caches its corpus (sources.py)
@@ -124,6 +125,8 @@ OWN_CACHE_PATTERN = re.compile(
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """What a file holds according to its name; None if unknown."""
+    if os.fspath(path).startswith(DATASET_PREFIX):
+        return JSON_LINES
     return KIND_OF_SUFFIX.get(Path(strip_compression_suffix(os.fspath(path))).suffix)
 
 

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from data import tokenizer as tokenizers
 from data.cli import StrictArgumentParser, format_count, positive, run_command, size
 from data.indexed import token_dtype
-from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
+from data.huggingface import HuggingFaceDataset
+from data.input_files import DATASET_PREFIX, PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
 from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
                           file_stamp, make_folder)
@@ -95,17 +96,18 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
                         chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
 
-def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: Tokenizer,
+def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, tokenizer: Tokenizer,
                  options: TextReadOptions = TextReadOptions(), *, workers: int = 1, skip_malformed: bool = False,
                  log_interval: int = 0) -> tuple[PreprocessProgress, int]:
     """Write the corpus of some files; returns (progress, number of skipped documents). A malformed document, or the
     rest of a damaged file, raises an error with its line, unless `skip_malformed`. A line is printed after every
     `log_interval` documents (0: never)."""
-    inputs = list(inputs)
+    inputs = [HuggingFaceDataset(path) if isinstance(path, str) and path.startswith(DATASET_PREFIX) else path
+              for path in inputs]
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
     # What an interrupted run has to have in common with this one, files by size and times; a pipe cannot be read again.
-    stamps = [file_stamp(path) for path in inputs]
+    stamps = [path.fingerprint if isinstance(path, HuggingFaceDataset) else file_stamp(path) for path in inputs]
     words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
              str(options.max_document_bytes), str(skip_malformed),
              *(f"{os.path.abspath(path)} {stamp}" for path, stamp in zip(inputs, stamps)))
@@ -115,6 +117,7 @@ def build_corpus(inputs: Iterable[str | Path], prefix: str | Path, tokenizer: To
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
     limit = options.max_document_bytes
     chunks = chain.from_iterable(
+        path.read_chunks(options.json_key) if isinstance(path, HuggingFaceDataset) else
         read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
         if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
@@ -216,7 +219,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser = StrictArgumentParser("data.preprocess",
                                   "Tokenize JSONL and plain text files into PREFIX.bin, PREFIX.idx and PREFIX.json.")
     parser.add_argument("--input", nargs="+", required=True, metavar="FILE",
-                        help="JSONL or .txt files, plain or compressed (.gz, .xz, .zst), or folders of them")
+                        help="JSONL or .txt files, plain or compressed (.gz, .xz, .zst), folders of them, or hf:NAME")
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     parser.add_argument("--json-key", default="text", help="which key of a JSON object holds the text (default: text)")
     parser.add_argument("--document-separator", metavar="TEXT",

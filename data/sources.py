@@ -1,9 +1,9 @@
 """`open_datasets`: from the values of `--train-data`, `--valid-data` and `--test-data` to blended datasets.
 
-A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, or `default` or `webtext`.
-Sources that are not a corpus are converted once and kept in `--data-cache-path` (or `SOURCE.cache/`), under a digest of
-their content, tokenizer and read options; one process builds, the others wait. Several sources are blended by weight or
-size. `--split` cuts every training source by documents.
+A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, `hf:` and a dataset, or
+`default` or `webtext`. Sources that are not a corpus are converted once and kept in `--data-cache-path` (or
+`SOURCE.cache/`), under a digest of their content, tokenizer and read options; one process builds, the others wait.
+Several sources are blended by weight or size. `--split` cuts every training source by documents.
 """
 
 from __future__ import annotations
@@ -21,9 +21,11 @@ from typing import Any
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
+from data.huggingface import HuggingFaceDataset, check_datasets_package
 from data.importers import import_tokens, order_warnings
 from data.indexed import IndexedCorpus
-from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, checksum_in_threads, find_text_files, kind_of
+from data.input_files import (CACHE_SUFFIX, DATASET_PREFIX, KIND_OF_SUFFIX, InputFiles, checksum_in_threads,
+                              find_text_files, kind_of)
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
 from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
@@ -50,12 +52,14 @@ def parse_sources(words: Sequence[str], flag: str) -> list[tuple[str, Fraction |
 def check_sources(words: Sequence[str], flag: str) -> None:
     """Raise for a name that does not exist. Opens no file."""
     for name, _ in parse_sources(words, flag):
-        if name in NAMED_CORPORA:
-            named_corpus(name)
-        elif not _source_exists(name):
-            raise DataError(f"{flag} {name}: no file or folder of this name{_suggestion(name)}")
-        elif not os.path.lexists(f"{name}.idx"):
-            with prefix_data_errors(flag):
+        with prefix_data_errors(flag):
+            if name in NAMED_CORPORA:
+                named_corpus(name)
+            elif name.startswith(DATASET_PREFIX):
+                check_datasets_package(name)
+            elif not _source_exists(name):
+                raise DataError(f"{flag} {name}: no file or folder of this name{_suggestion(name)}")
+            elif not os.path.lexists(f"{name}.idx"):
                 check_is_rereadable(name)
 
 
@@ -107,31 +111,32 @@ MTIME_SETTLED_NS = 2_000_000_000
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
                   ) -> tuple[str, list[str]]:
-    """(prefix of the corpus of a file or folder, lines with a summary and warnings). Builds it if it is not cached."""
-    found = find_text_files([source])
-    are_tokens = found.files[0].endswith(TOKENS_SUFFIX)  # of nanoGPT or llm.c
-    beside = os.path.abspath(source)
+    """(prefix of the corpus of a source, lines with a summary and warnings). Builds it if it is not cached."""
+    dataset = HuggingFaceDataset(source) if source.startswith(DATASET_PREFIX) else None
+    found = InputFiles() if dataset else find_text_files([source])
+    are_tokens = not dataset and found.files[0].endswith(TOKENS_SUFFIX)  # of nanoGPT or llm.c
+    beside = dataset.local_name if dataset else os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
     check_unchanged = change_detector(found.files)
-    contents, size = content_keys(found.files, folder)
+    contents, size = ([source, dataset.fingerprint], 0) if dataset else content_keys(found.files, folder)
     key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
     start, outcome = time.monotonic(), "found in the cache"
     with wait_for_lock(folder / f".{prefix.name}.lock"):
         if not prefix.with_name(prefix.name + ".idx").exists():
-            if size >= ANNOUNCED_BYTES:
-                print(escape_to_one_line(f"{source}: {'copying' if are_tokens else 'tokenizing'} {size / 1e9:.2f} GB "
-                                         f"into {prefix} (once)"), file=sys.stderr, flush=True)
+            if dataset or size >= ANNOUNCED_BYTES:
+                what = f"{'copying' if are_tokens else 'tokenizing'}{f' {size / 1e9:.2f} GB' if size else ''}"
+                print(escape_to_one_line(f"{source}: {what} into {prefix} (once)"), file=sys.stderr, flush=True)
             check_unchanged()  # since the checksums; each build checks the time from here on
             if are_tokens:
                 import_tokens(found.files, prefix, tokenizer)
             else:
-                build_corpus(found.files, prefix, tokenizer, options)
+                build_corpus([dataset] if dataset else found.files, prefix, tokenizer, options)
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
     # At every start, and not only when it is built:
     warnings = order_warnings(found.files, tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
-    files = format_count(len(found.files), "file of tokens" if are_tokens else "file")
+    files = "dataset" if dataset else format_count(len(found.files), "file of tokens" if are_tokens else "file")
     summary = (f"{source}: {files}{f' ({empty} empty)' if empty else ''}, "
                f"{format_count(corpus.num_documents, 'document')}, {corpus.num_tokens:,} tokens, {outcome}: "
                f"{corpus.prefix}{f'; {found.left_out}' if found.left_out else ''}")

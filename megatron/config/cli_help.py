@@ -42,7 +42,7 @@ NOTED_FLAGS = _by_name({
     "attention-backend transformer-impl": (_KERNELS, "*"),
     "use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-persist-layer-norm "
     "no-gradient-accumulation-fusion attention-softmax-in-fp32": (_KERNELS, *_ON),
-    "cache-dir": ("nothing is downloaded; sample indices are kept in --data-cache-path", "*"),
+    "cache-dir": ("sample indices and tokenized text are kept in --data-cache-path", "*"),
     "ckpt-format": ("there is one format, which any number of ranks loads", "torch_dist")})
 FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     # precision and devices
@@ -104,7 +104,7 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     # kernels
     "use-mcore-models use-cpu-initialization": ("there is one model; its weights start the same anywhere", *_ON),
     # data, checkpoints, logs
-    "dataset dataset-name": "use --train-data with files of your own; nothing is downloaded",
+    "dataset dataset-name": "use --train-data hf:NAME, or files of your own",
     "dataloader-type": ("leave it out: each epoch is shuffled by --seed", "single", "cyclic"),
     "data-impl": ("leave it out: corpora are always read where they are", "mmap"),
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
