@@ -34,9 +34,8 @@ class HuggingFaceDataset(os.PathLike[str]):
 
         self._source = source
         name, _, part = source.removeprefix(DATASET_PREFIX).partition(":")
+        name = os.path.abspath(name) if os.path.isdir(name) else name  # a folder `json` is not the reader `json`
         self.local_name = os.path.abspath(name if os.path.isdir(name) else os.path.basename(name))
-        if os.path.isdir(name):
-            name = self.local_name  # a folder `parquet` is not the reader of this name
         config, _, split = part.partition("/")
         split = split or "train"
         is_saved = os.path.exists(f"{name}/state.json") or os.path.exists(f"{name}/dataset_dict.json")

@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
+from functools import partial
 from pathlib import Path
 from stat import S_ISREG
 from typing import IO, Any
@@ -82,23 +83,17 @@ def write_errors_for(path: str | os.PathLike[str]) -> Iterator[None]:
 
 
 @contextmanager
-def prefix_storage_errors(flag: str) -> Iterator[None]:
-    """Prefix a StorageFault in the block with the flag that named the path."""
+def _prefix_errors(kind: type[Exception], flag: str) -> Iterator[None]:
+    """Prefix such an error in the block with the flag that named the path or the data, if it names none."""
     try:
         yield
-    except StorageFault as error:
-        raise StorageFault(f"{flag}: {error}") from error
-
-
-@contextmanager
-def prefix_data_errors(flag: str) -> Iterator[None]:
-    """Prefix a DataError in the block with the flag that named the data."""
-    try:
-        yield
-    except DataError as error:
+    except kind as error:
         if not flag or str(error).startswith("--"):
             raise
         raise type(error)(f"{flag}: {error}") from error
+
+
+prefix_storage_errors, prefix_data_errors = partial(_prefix_errors, StorageFault), partial(_prefix_errors, DataError)
 
 
 def check_flag_file(path: str | Path, flag: str) -> None:
@@ -170,16 +165,6 @@ def staged_file(path: str | os.PathLike[str], mode: str = "wb") -> Iterator[IO[A
             file.close()
         with suppress(FileNotFoundError):  # missing after a successful rename
             os.unlink(temporary)
-
-
-def stale_temporary_files(path: str | os.PathLike[str]) -> list[Path]:
-    """Temporary files that staging of `path` may have left, if no process is writing it now."""
-    target = Path(os.path.realpath(path))
-    temporary = re.compile(re.escape(f".{target.name}") + r"(\.\d+\.[0-9a-f]{8})?\.tmp")
-    try:
-        return sorted(Path(entry.path) for entry in os.scandir(target.parent) if temporary.fullmatch(entry.name))
-    except OSError:
-        return []
 
 
 def write_json_atomic(path: str | os.PathLike[str], value: object) -> None:
@@ -383,7 +368,11 @@ def hold_writer_lock(path: str | os.PathLike[str], name: str | os.PathLike[str] 
 def remove_stale_files(name: str, targets: Iterable[str | os.PathLike[str]], used: Collection[Path] = (),
                        reason: str = "") -> None:
     """Delete what dead writers of `targets` left, but for `used` files; prints a note. The caller has the lock."""
-    found = [path for target in targets for path in stale_temporary_files(target) if path not in used]
+    found = list[Path]()
+    for target in map(Path, map(os.path.realpath, targets)):
+        temporary = re.compile(re.escape(f".{target.name}") + r"(\.\d+\.[0-9a-f]{8})?\.tmp")  # of `staged_file`
+        with suppress(OSError):  # the folder is missing: opening the target reports it
+            found += (path for path in target.parent.iterdir() if temporary.fullmatch(path.name) and path not in used)
     size = sum(path.lstat().st_size for path in found)
     for path in found:
         path.unlink()

@@ -239,14 +239,13 @@ def train_sentencepiece(texts: Iterable[str], model_path: str | Path, vocab_size
 
 KINDS = {kind.name: kind for kind in (GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer,
                                       CharacterLevelTokenizer)}
-SHORT_NAMES = {"gpt2": "GPT2BPETokenizer", "gpt2bpe": "GPT2BPETokenizer", "sentencepiece": "SentencePieceTokenizer",
-               "byte": "ByteLevelTokenizer", "bytelevel": "ByteLevelTokenizer",
-               "character": "CharacterLevelTokenizer", "characterlevel": "CharacterLevelTokenizer"}
+# Endings of a name that may be left out: `gpt2`, `bytelevel`, `byte`.
+OPTIONAL_SUFFIXES = ("", "tokenizer", "bpetokenizer", "leveltokenizer")
 
 
 def canonical_kind(kind: str) -> str:
     """The full name of a tokenizer kind; accepts any case and short names."""
-    known = {name.lower(): name for name in KINDS} | SHORT_NAMES
+    known = {name.lower().removesuffix(suffix): name for name in KINDS for suffix in OPTIONAL_SUFFIXES}
     if kind.lower() not in known:
         nearest = difflib.get_close_matches(kind.lower(), known, n=1, cutoff=0.0)
         raise UsageError(f"--tokenizer-type {kind}: unknown; did you mean {known[nearest[0]]}? "
