@@ -14,9 +14,9 @@ from typing import Any
 
 from data.input_files import DATASET_PREFIX
 from data.storage import DataError, ResumableError
-from data.text_files import CHUNK_BYTES, Chunk
+from data.text_files import Chunk
 
-BATCH_ROWS = 100  # rows read at a time
+BATCH_ROWS = 100
 
 
 def check_datasets_package(source: str) -> None:
@@ -56,20 +56,15 @@ class HuggingFaceDataset(os.PathLike[str]):
         return self._source
 
     def read_chunks(self, key: str) -> Iterator[Chunk]:
-        """The text column, a line of JSON per row."""
+        """The text column, a line of JSON per row, `BATCH_ROWS` in a chunk."""
         columns = self._rows.column_names
         if columns and key not in columns:
             raise DataError(f"{self._source}: no column {key!r}; found {', '.join(columns)} (see --json-key)")
-        data, offset, lines = bytearray(), 0, 0
+        offset = lines = 0
         try:
-            batches = self._rows.select_columns([key]).iter(batch_size=BATCH_ROWS)
-            for text in (text for batch in batches for text in batch[key]):
-                data += json.dumps({key: text}, ensure_ascii=False).encode() + b"\n"
-                if len(data) >= CHUNK_BYTES:
-                    yield Chunk(self._source, offset, len(data), bytes(data), lines)
-                    offset, lines = offset + len(data), lines + data.count(b"\n")
-                    data.clear()
+            for batch in self._rows.select_columns([key]).iter(batch_size=BATCH_ROWS):
+                data = "".join(json.dumps({key: text}, ensure_ascii=False) + "\n" for text in batch[key]).encode()
+                yield Chunk(self._source, offset, len(data), data, lines)
+                offset, lines = offset + len(data), lines + len(batch[key])
         except Exception as error:
             raise ResumableError(f"{self._source}: cannot read the dataset: {error or type(error).__name__}") from error
-        if data:
-            yield Chunk(self._source, offset, len(data), bytes(data), lines)

@@ -60,7 +60,6 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     stub.load_dataset_builder = load_dataset_builder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", stub)
     monkeypatch.setattr(huggingface, "BATCH_ROWS", 4)
-    monkeypatch.setattr(huggingface, "CHUNK_BYTES", 100)
     monkeypatch.chdir(tmp_path)
     return state
 
