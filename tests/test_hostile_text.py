@@ -162,7 +162,7 @@ def of_the_report(text: str) -> str:
 
 def of_the_webtext_report(text: str) -> str:
     counts = DocumentCounts(2, 10, 1, 5)
-    counts.dropped[text], counts.dropped_bytes[text] = 1, 5
+    counts.dropped[text], counts.dropped_bytes[text], counts.samples = 1, 5, {text: {"0": text}, "kept": {"0": text}}
     return report.html_page([StageRecord({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
                                                                          "tokenizer": text}])
 

@@ -87,8 +87,9 @@ def test_the_wheel_holds_the_program_and_nothing_else(wheel: Path) -> None:
     rooms = {f"{path.parent.relative_to(ROOT)}/py.typed" for path in (ROOT / "megatron").glob("*/__init__.py")}
     configs = {f"megatron/scripts/configs/{path.name}" for path in (ROOT / "scripts" / "configs").glob("*.json")}
     tools = {f"megatron/scripts/{path.name}" for path in (ROOT / "scripts").glob("*.py")}  # small, and of no harm there
-    expected = {"mpu/py.typed", "data/py.typed", "megatron/serve/page.html", "megatron/report/page.html",
-                "data/webtext/blacklisted_domains.txt", "data/webtext/blacklisted_extensions.txt", *rooms, *configs,
+    expected = {"mpu/py.typed", "data/py.typed", "megatron/serve/page.html", "megatron/report/charts.html",
+                "data/page.css", "data/webtext/blacklisted_domains.txt",
+                "data/webtext/blacklisted_extensions.txt", *rooms, *configs,
                 *(f"megatron/scripts/{name}" for name in SCRIPTS)}
     assert kept - sources - tools == expected
 

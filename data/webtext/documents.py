@@ -17,10 +17,13 @@ from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
 from typing import Any
+from zlib import crc32
 
 from data import strict_json
 from data.storage import DataError, staged_file
 
+KEPT = "kept"  # in `DocumentCounts.samples`, beside the reasons
+NUM_SAMPLES, SAMPLE_CHARACTERS = 3, 200
 MAX_JSON_DEPTH = 100  # deeper JSON is refused, since stages recurse into it
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
@@ -163,6 +166,15 @@ def _repair_surrogates(value: Any, repairs: Repairs) -> Any:
     return _SURROGATE.sub("\ufffd", value)
 
 
+class Samples(dict[str, dict[str, str]]):
+    """Reason, or KEPT -> checksum of a line -> the beginning of its text: of all lines those of the smallest checksums,
+    which is a random choice that depends on the documents alone."""
+
+    def __add__(self, other: Samples) -> Samples:
+        return Samples({reason: dict(sorted({**self.get(reason, {}), **other.get(reason, {})}.items())[:NUM_SAMPLES])
+                        for reason in {**self, **other}})
+
+
 @dataclass
 class DocumentCounts:
     """Counts that add up over documents, shards and machines."""
@@ -177,19 +189,30 @@ class DocumentCounts:
     repaired: Counter[str] = field(default_factory=Counter)
     # Kept documents by size: n counts those with at least 2^(n-1) and fewer than 2^n bytes.
     sizes: Counter[int] = field(default_factory=Counter)
+    samples: Samples = field(default_factory=Samples)
 
-    def add_kept(self, size_in: int, size_out: int) -> None:
+    def add_kept(self, size_in: int, line: bytes) -> None:
         self.documents_in += 1
         self.bytes_in += size_in
         self.documents_kept += 1
-        self.bytes_kept += size_out
-        self.sizes[size_out.bit_length()] += 1
+        self.bytes_kept += len(line)
+        self.sizes[len(line).bit_length()] += 1
+        self._add_sample(KEPT, line)
 
-    def add_dropped(self, reason: str, size_in: int) -> None:
+    def add_dropped(self, reason: str, size_in: int, line: bytes) -> None:
         self.documents_in += 1
         self.bytes_in += size_in
         self.dropped[reason] += 1
         self.dropped_bytes[reason] += size_in
+        self._add_sample(reason, line)
+
+    def _add_sample(self, reason: str, line: bytes) -> None:
+        checksum, known = f"{crc32(line):08x}", self.samples.get(reason, {})
+        if len(known) < NUM_SAMPLES or checksum < max(known):
+            document, _ = parse_json_line(line)
+            text = " ".join(f"{document.url or ''} {document.text[:4 * SAMPLE_CHARACTERS]}".split())
+            text = text[:SAMPLE_CHARACTERS] + "…" * (len(text) > SAMPLE_CHARACTERS)
+            self.samples += Samples({reason: {checksum: text}})
 
     def __add__(self, other: DocumentCounts) -> DocumentCounts:
         return DocumentCounts(*(getattr(self, one.name) + getattr(other, one.name) for one in fields(self)))
@@ -203,6 +226,7 @@ class DocumentCounts:
                         for reason in sorted(self.dropped)},
             "repaired": {reason: self.repaired[reason] for reason in sorted(self.repaired)},
             "sizes": {str(power): self.sizes[power] for power in sorted(self.sizes)},
+            "samples": {reason: self.samples[reason] for reason in sorted(self.samples)},
         }
 
     @classmethod
@@ -212,7 +236,8 @@ class DocumentCounts:
         return cls(value["in"]["documents"], value["in"]["bytes"], value["kept"]["documents"], value["kept"]["bytes"],
                    Counter({reason: tally["documents"] for reason, tally in dropped.items()}),
                    Counter({reason: tally["bytes"] for reason, tally in dropped.items()}),
-                   Counter(value["repaired"]), Counter({int(power): n for power, n in value["sizes"].items()}))
+                   Counter(value["repaired"]), Counter({int(power): n for power, n in value["sizes"].items()}),
+                   Samples(value.get("samples", {})))  # a stage of an older version has none
 
 
 def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:
@@ -222,9 +247,9 @@ def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> Document
     with staged_file(target) as file, open(path, "rb") as lines:
         for number, line in enumerate(lines):
             if number in reasons:
-                counts.add_dropped(reasons[number], len(line))
+                counts.add_dropped(reasons[number], len(line), line)
             else:
-                counts.add_kept(len(line), len(line))
+                counts.add_kept(len(line), line)
                 file.write(line)
     return counts
 

@@ -1,27 +1,21 @@
-"""The report of a corpus: a table for the terminal, JSON for programs, a page with plots.
+"""The report of a corpus: a table for the terminal, JSON for programs, a page with bars and samples of the texts.
 
-All three have the same content, from the stage records only, without times or paths: the same corpus gives the same
-report.
+All three come from the stage records only, without times or paths: the same corpus gives the same report.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
 
+from data.html_page import escape_html, html_document
 from data.storage import escape_to_one_line, staged_file, write_json_atomic
-from data.webtext.documents import DocumentCounts
+from data.webtext.documents import KEPT, DocumentCounts
 from data.webtext.runner import StageRecord
 
 REPORTS = ("report.txt", "report.json", "report.html")
-
-LABEL_WIDTH, BAR_WIDTH, ROW_HEIGHT = 320, 360, 18  # sizes of a plot in pixels
-KEPT_COLOUR, DROPPED_COLOUR = "#2a7", "#c54"
-STYLE = ("body{font:15px/1.5 system-ui,sans-serif;max-width:60em;margin:2em auto;padding:0 1em;color:#222}"
-         "table{border-collapse:collapse}td,th{padding:.2em .8em;text-align:right;border-bottom:1px solid #ddd}"
-         "td:first-child,th:first-child{text-align:left}svg text{font-size:12px}")
 
 
 def summary_line(record: StageRecord) -> str:
@@ -68,32 +62,38 @@ def _corpus_line(corpus: dict[str, Any]) -> str:
 
 
 def html_page(records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]]) -> str:
-    """A self-contained HTML file."""
     first, last = records[0].counts, records[-1].counts
-    bars = [(record.stage, record.counts.documents_kept, KEPT_COLOUR) for record in records]
-    reasons = [(f"{record.stage}: {reason}", number, DROPPED_COLOUR)
-               for record in records for reason, number in _drops_by_count(record.counts)]
-    sizes = [(f"{_format_bytes(1 << power - 1)} to {_format_bytes(1 << power)}" if power else "0 B", number,
-              KEPT_COLOUR) for power, number in sorted(last.sizes.items())]
-    tokens = "".join(f"<p>{escape(_corpus_line(corpus))}</p>" for corpus in corpora)
-    return (f"<!doctype html><html lang=en><meta charset=utf-8><title>Web text report</title><style>{STYLE}</style>"
-            f"<h1>Web text report</h1><p>{first.documents_in:,} documents in, {last.documents_kept:,} kept "
-            f"({_percentage(last.documents_kept, first.documents_in)}).</p>{tokens}"
-            f"<h2>Documents after each stage</h2>{svg_bars([('input', first.documents_in, KEPT_COLOUR), *bars])}"
-            f"<h2>Dropped, by reason</h2>{svg_bars(reasons)}<h2>Size of the documents kept</h2>{svg_bars(sizes)}"
-            f"<h2>Figures</h2><pre>{escape(text_table(records, corpora))}</pre></html>\n")
+    stages = [("input", first.documents_in), *((record.stage, record.counts.documents_kept) for record in records)]
+    drops = [(record, reason, number) for record in records for reason, number in _drops_by_count(record.counts)]
+    sizes = [(f"{_format_bytes(1 << power - 1)} to {_format_bytes(1 << power)}" if power else "0 B", number)
+             for power, number in sorted(last.sizes.items())]
+    summary = [f"{first.documents_in:,} documents in, {last.documents_kept:,} kept "
+               f"({_percentage(last.documents_kept, first.documents_in)}).", *map(_corpus_line, corpora)]
+    samples = [("Kept", last.samples.get(KEPT, {})),
+               *((f"Dropped: {record.stage}, {reason}", record.counts.samples.get(reason, {}))
+                 for record, reason, _ in drops)]
+    return html_document("Web text report", (), [
+        *(f"<p>{escape_html(line)}</p>\n" for line in summary),
+        _html_bars("Documents after each stage", stages),
+        _html_bars("Dropped, by reason", [(f"{record.stage}: {reason}", number) for record, reason, number in drops],
+                   "dropped"),
+        _html_bars("Size of the documents kept", sizes),
+        "<section><h2>Samples</h2>\n<p class=\"hint\">The beginnings of a few random texts: kept ones, and dropped "
+        "ones by reason.</p>\n", *(_html_samples(title, texts.values()) for title, texts in samples), "</section>\n",
+        f"<section><h2>Figures</h2>\n<pre>{escape(text_table(records, corpora))}</pre></section>\n"])
 
 
-def svg_bars(bars: Sequence[tuple[str, int, str]]) -> str:
-    """Horizontal bars (label, number, colour) as SVG."""
-    most = max((number for _, number, _ in bars), default=0) or 1
-    drawn = []
-    for place, (label, number, colour) in enumerate(bars):
-        y, length = ROW_HEIGHT * place, BAR_WIDTH * number / most
-        drawn.append(f'<text x="{LABEL_WIDTH - 6}" y="{y + 13}" text-anchor="end">{escape(label)}</text>'
-                     f'<rect x="{LABEL_WIDTH}" y="{y}" width="{length:.1f}" height="{ROW_HEIGHT - 4}" fill="{colour}"/>'
-                     f'<text x="{LABEL_WIDTH + length + 6:.1f}" y="{y + 13}">{number:,}</text>')
-    return f'<svg width="{LABEL_WIDTH + BAR_WIDTH + 100}" height="{ROW_HEIGHT * len(bars)}">{"".join(drawn)}</svg>'
+def _html_samples(title: str, texts: Iterable[str]) -> str:
+    quotes = "".join(f"<blockquote>{escape_html(text)}</blockquote>\n" for text in texts)
+    return f"<h3>{escape_html(title)}</h3>\n{quotes}"
+
+
+def _html_bars(title: str, bars: Sequence[tuple[str, int]], kind: str = KEPT) -> str:
+    """Horizontal bars: (label, number)."""
+    most = max((number for _, number in bars), default=0) or 1
+    shown = "".join(f"<span>{escape_html(label)}</span><span><i class=\"{kind}\" "
+                    f"style=\"width:{70 * number / most:.1f}%\"></i>{number:,}</span>\n" for label, number in bars)
+    return f"<section><h2>{title}</h2>\n<div class=\"bars\">\n{shown}</div></section>\n"
 
 
 def _drops_by_count(counts: DocumentCounts) -> list[tuple[str, int]]:

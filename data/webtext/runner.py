@@ -30,8 +30,8 @@ from data.parallel import ordered_map
 from data.storage import (READ_BYTES, DataError, UsageError, change_detector, crc32_file, fsync_directory, fsync_file,
                           make_folder, read_json_or_none, staged_file, wait_for_lock, write_errors_for,
                           write_json_atomic)
-from data.webtext.documents import (Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
-                                    machine_share, shard_name)
+from data.webtext.documents import (KEPT, Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
+                                    Samples, machine_share, shard_name)
 from data.webtext.readers import (UNREADABLE, SourceFile, WebReadOptions, WorkUnit, find_source_files,
                                   plan_units, read_unit, shards_of_stage, unit_bytes)
 
@@ -306,7 +306,8 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
             later = run_global_pass(second_pass, [first / shard.name for shard in shards], folder, run_options)
             counts = replace(counts, documents_kept=later.documents_kept, bytes_kept=later.bytes_kept,
                              dropped=counts.dropped + later.dropped,
-                             dropped_bytes=counts.dropped_bytes + later.dropped_bytes, sizes=later.sizes)
+                             dropped_bytes=counts.dropped_bytes + later.dropped_bytes, sizes=later.sizes,
+                             samples=Samples({**(counts + later).samples, KEPT: later.samples.get(KEPT, {})}))
             shards = describe_shards_in(folder)
         return publish_stage(StageRecord(key, counts, shards, tuple(notes)), folder, output)
 
@@ -401,11 +402,13 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
                     notes.append(f"{result.source.name}: {outcome}")
             if isinstance(outcome, Document):
                 line = outcome.to_line()
-                counts.add_kept(result.size, len(line))
+                counts.add_kept(result.size, line)
                 sha256.update(line)
                 file.write(line)
             else:
-                counts.add_dropped(outcome.reason, result.size)
+                # A line without a document is represented by what is wrong with it.
+                dropped = result.value if isinstance(result.value, Document) else Document(str(result.value))
+                counts.add_dropped(outcome.reason, result.size, dropped.to_line())
     shard = OutputShard(target.name, counts.documents_kept, counts.bytes_kept, sha256.hexdigest())
     record = StageRecord({}, counts, (shard,), tuple(notes))
     record.write(target.with_suffix(".json"))

@@ -84,7 +84,7 @@ def run_shuffle(inputs: Sequence[Path], output: Path, workers: int, share: tuple
             for bucket in range(number * buckets_per_shard, (number + 1) * buckets_per_shard):
                 for line in buckets.lines(bucket):
                     file.write(line)
-                    counts.add_kept(len(line), len(line))
+                    counts.add_kept(len(line), line)
         yield counts
     shutil.rmtree(work)
 
@@ -129,7 +129,7 @@ def split_shard(task: tuple[Path, str, int], output: Path, shares: Sequence[Frac
             if part not in files:
                 files[part] = stack.enter_context(staged_file(output / part / name))
             files[part].write(line)
-            counts.add_kept(len(line), len(line))
+            counts.add_kept(len(line), line)
     return counts
 
 

@@ -215,6 +215,23 @@ def build_config(values: Mapping[str, Any], collector: ErrorCollector | None = N
     return config
 
 
+def config_to_flags(settings: Mapping[str, Any]) -> list[str]:
+    """The flags of the fields that differ from their defaults; values may be those of JSON."""
+    flags = list[str]()
+    for name, item in FIELDS.items():
+        value, flag = settings.get(name), flag_name(name)
+        value = tuple(value) if isinstance(value, list) else value
+        if value is None or value == item.default:
+            continue
+        if isinstance(value, bool):
+            flags.append(flag if value else f"--no-{flag[2:]}")
+        elif isinstance(value, tuple):
+            flags += [flag, *map(str, value)]
+        else:
+            flags += [flag, repr(value) if isinstance(value, float) else str(value)]
+    return flags
+
+
 def unused_settings(config: Config, candidates: Collection[str], given: Collection[str]) -> Iterator[str]:
     """A sentence for the fields of `candidates` that have no effect; `given` are all fields that were set explicitly.
     Files write out switches that are off, and DeepSpeed's guide the defaults of what a choice leaves unread."""

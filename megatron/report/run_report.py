@@ -3,7 +3,7 @@
 A *start* is a time at which the trainer began to write; after step 0 it is a resume. Steps recorded beyond a resume
 are discarded, so each step counts once. A step back without a start means that two runs wrote to the file.
 
-The page is one file that loads nothing: page.html, whose script draws the curves. A curve has at most MOST_POINTS
+The page is one file that loads nothing; the script in charts.html draws the curves. A curve has at most MOST_POINTS
 points, each with the mean, minimum and maximum of its steps.
 """
 
@@ -12,24 +12,25 @@ from __future__ import annotations
 import json
 import math
 import re
+import shlex
 import sys
 from array import array
 from bisect import bisect_right
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
-from html import escape
-from itertools import accumulate, pairwise
+from itertools import accumulate, chain, pairwise
 from pathlib import Path
-from statistics import median
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 from data.cli import StrictArgumentParser, format_count
+from data.html_page import escape_html, html_document, html_section
 from data.storage import (DataError, check_is_rereadable, check_outputs_are_not_inputs, escape_to_one_line,
                           prefix_storage_errors, staged_file)
 from megatron.checkpoint.tags import latest_tag, read_tag_manifest
 from megatron.config.cli_help import command_parser
-from megatron.config.tree import require
+from megatron.config.tree import FIELDS, config_to_flags, require
 from megatron.errors import CheckpointError, ConfigError
 from megatron.metrics.metrics_file import MetricsFileReader, Record, looks_like_metrics
 
@@ -255,22 +256,31 @@ UNKNOWN = "–"
 class MetricChart(NamedTuple):
     column: str
     title: str
+    healthy: str  # what a good curve looks like
     unit: str = ""
     scale: float = 1.0  # factor from the column to the unit
+    noisy: bool = False  # the page smooths it, and keeps extreme values from stretching its axis
     logarithmic: bool = False  # the page offers a logarithmic axis
     default_value: float | None = None  # the chart is omitted if no run has another value
 
 
 CHARTS = (
-    MetricChart("lm_loss", "Loss", "nats a token", logarithmic=True),
-    MetricChart("learning_rate", "Learning rate"),
-    MetricChart("grad_norm", "Gradient norm", logarithmic=True),
-    MetricChart("tokens_per_s", "Tokens a second"),
-    MetricChart("max_memory_bytes", "Peak memory", "GiB", 1 / GIB),
-    MetricChart("skipped", "Skipped steps", "so far", default_value=0.0),
-    MetricChart("loss_scale", "Loss scale", logarithmic=True, default_value=1.0),
-    MetricChart("drive_wait_ms", "Waiting for drives", "ms a step"),
-    MetricChart("pld_theta", "Layer dropping", "theta"))
+    MetricChart("lm_loss", "Loss", "falls, first steeply, then ever more slowly, and validation stays near it. "
+                "Validation that rises while training falls is overfitting; a lasting rise of both is divergence.",
+                "nats a token", noisy=True, logarithmic=True),
+    MetricChart("learning_rate", "Learning rate", "rises during the warm-up, then falls as planned."),
+    MetricChart("grad_norm", "Gradient norm", "falls during the warm-up and stays level. Single spikes are clipped and "
+                "do no harm; a lasting rise often precedes divergence.", noisy=True, logarithmic=True),
+    MetricChart("tokens_per_s", "Tokens a second", "level after the first steps. A decline or regular dips mean "
+                "waiting: for data, for other programs, or for a hot device.", noisy=True),
+    MetricChart("max_memory_bytes", "Peak memory", "level after the first evaluation and save. Constant growth ends in "
+                "an out-of-memory error.", "GiB", 1 / GIB),
+    MetricChart("skipped", "Skipped steps", "a few at the start, while the loss scale is found, then hardly any.",
+                "so far", default_value=0.0),
+    MetricChart("loss_scale", "Loss scale", "doubles now and then, and halves after a skipped step. Near 1, gradients "
+                "overflow all the time.", logarithmic=True, default_value=1.0),
+    MetricChart("drive_wait_ms", "Waiting for drives", "a small part of the time of a step.", "ms a step", noisy=True),
+    MetricChart("pld_theta", "Layer dropping", "falls from 1 to the value of --pld-theta.", "theta"))
 
 
 def chart_data(histories: Sequence[RunHistory]) -> dict[str, Any]:
@@ -326,12 +336,11 @@ def _rounded(value: float) -> float | None:
 def _summary_values(history: RunHistory) -> dict[str, str]:
     if not history.steps:
         return {"state": "no step yet", "steps": "0"}
-    last, settings, columns = history.steps[-1], history.settings, history.columns
+    last, settings = history.steps[-1], history.settings
     goal = _as_float(settings.get("train.train_iters"))  # nan if unknown
     cells = {"state": "complete" if last >= goal else f"at step {last:,}" + (f" of {goal:,.0f}" if goal > last else ""),
              "steps": f"{last:,}", "tokens": format_amount(history.tokens[-1]),
-             "training time": format_duration(history.seconds[-1]),
-             "loss of the last step": format_float(columns["lm_loss"][-1])}
+             "training time": format_duration(history.seconds[-1])}
     for split in dict.fromkeys(one.split for one in history.evaluations):
         of_split = [one for one in history.evaluations if one.split == split]
         loss, bits = of_split[-1].loss, of_split[-1].bits_per_byte
@@ -341,15 +350,15 @@ def _summary_values(history: RunHistory) -> dict[str, str]:
         if len(of_split) > 1 and finite:
             best = min(finite, key=lambda one: one.loss)
             cells[f"lowest {split} loss"] = f"{format_float(best.loss)} at step {best.step:,}"
-    for column, name in (("tokens_per_s", "tokens a second"), ("tflops", "TFLOP/s of a device")):
-        if values := history.finite_values(column):
-            cells[name] = format_amount(median(values))
-    if values := history.finite_values("mfu"):
-        cells["MFU"] = f"{format_float(100 * median(values))} %"
+    for column, name, average, format_one in RECENT_FIGURES:
+        recent = history.columns[column][-min(MOST_RECENT, max(LEAST_RECENT, len(history.steps) // 10)):]
+        if values := [value for value in recent if math.isfinite(value)]:
+            text = f"{average.__name__} of the last {format_count(len(recent), 'step')}"
+            cells[name] = f"{format_one(average(values))} ({text})"
     if memory := max(history.finite_values("max_memory_bytes"), default=0.0):
         cells["peak memory"] = f"{memory / GIB:.2f} GiB"
     cells["skipped steps"] = f"{sum(history.finite_values('skipped')):,.0f}"
-    if lost := sum(map(math.isnan, columns["lm_loss"])):
+    if lost := sum(map(math.isnan, history.columns["lm_loss"])):
         cells["steps without a finite loss"] = f"{lost:,}"
     cells["saves"] = f"{len(history.saves):,}" + (f", the last at step {history.saves[-1]:,}" if history.saves else "")
     if history.resumes:
@@ -376,7 +385,7 @@ def format_value(value: object) -> str:
         return f"{value:,}"
     if isinstance(value, float):
         return f"{value:g}"
-    return " ".join(map(str, value)) if isinstance(value, list) else str(value)
+    return (" ".join(map(str, value)) or UNKNOWN) if isinstance(value, list | tuple) else str(value)
 
 
 def format_float(value: float) -> str:
@@ -398,15 +407,27 @@ def format_duration(seconds: float) -> str:
     return f"{hours:,} h {minutes:02d} min" if hours else f"{minutes} min"
 
 
+LEAST_RECENT, MOST_RECENT = 10, 100  # a figure is an average over the last tenth of the steps, within these bounds
+RECENT_FIGURES: tuple[tuple[str, str, Callable[[list[float]], float], Callable[[float], str]], ...] = (
+    ("lm_loss", "loss", mean, format_float), ("tokens_per_s", "tokens a second", median, format_amount),
+    ("tflops", "TFLOP/s of a device", median, format_amount),
+    ("mfu", "MFU", median, lambda share: f"{format_float(100 * share)} %"))
+HEADLINES = ("state", "loss", "validation loss", "tokens a second")  # above the charts
+
+
 # ---- the page --------------------------------------------------------------------------------------------------------
 
 
 def report_page(histories: Sequence[RunHistory], notes: Iterable[str]) -> str:
     names, settings = [history.name for history in histories], [history.settings for history in histories]
     columns = [_summary_values(history) for history in histories]
-    rows = dict.fromkeys(name for column in columns for name in column)
-    parts = [html_section("What came of it", ["", *names],
-                          [(name, *(column.get(name, UNKNOWN) for column in columns)) for name in rows])]
+    headlines, rows = [[(name, *(column.get(name, UNKNOWN) for column in columns)) for name in found] for found in (
+        HEADLINES, [name for name in dict.fromkeys(chain(*columns)) if name not in HEADLINES])]
+    data = json.dumps(chart_data(histories), allow_nan=False, separators=(",", ":"))
+    charts = Path(__file__).with_name("charts.html").read_text(encoding="utf-8")
+    parts = [html_section("Summary", ["", *names], headlines),
+             charts.replace("{{data}}", data.replace("<", "\\u003c")),  # "<" would end the element
+             html_section("More figures", ["", *names], rows)]
     if len(histories) > 1:
         parts.append(html_section("Settings that differ", ["", *names], _differing_settings(settings)))
     for history in histories:
@@ -419,32 +440,23 @@ def report_page(histories: Sequence[RunHistory], notes: Iterable[str]) -> str:
                 for before, start in pairwise([history.starts[0], *history.starts])]))
     for history in histories:
         if history.settings:
-            parts.append(html_section(f"All settings of {history.name}", ("setting", "value"), [
-                (name, format_value(value)) for name, value in history.settings.items()], is_folded=True))
-    data = json.dumps(chart_data(histories), allow_nan=False, separators=(",", ":"))
-    return html_document(", ".join(names), notes, parts, data.replace("<", "\\u003c"))  # "<" would end the element
+            parts.append(_flags_section(history))
+            parts.append(html_section(
+                f"All settings of {history.name}", ("setting", "value", "default, where it differs"),
+                [(name, format_value(value), _default_unless_equal(name, value))
+                 for name, value in history.settings.items()], is_folded=True))
+    return html_document(", ".join(names), notes, parts)
 
 
-def html_document(title: str, notes: Iterable[str], sections: Iterable[str], data: str = "") -> str:
-    """A page by page.html, which loads nothing; `sections` are HTML. Without `data` it has no charts."""
-    template = Path(__file__).with_name("page.html").read_text(encoding="utf-8")
-    if not data:
-        template = re.sub(r"(?s)<!-- charts -->.*?<!-- end -->\n", "", template)
-    parts = {"title": _escaped(title), "sections": "".join(sections), "data": data,
-             "notes": "".join(f"<p class=\"note\">{_escaped(note)}</p>\n" for note in notes)}
-    return re.sub(r"{{(\w+)}}", lambda found: parts[found[1]], template)
+def _flags_section(history: RunHistory) -> str:
+    """The flags that are not default, to be copied; a line is broken between flags only."""
+    flags = shlex.join(config_to_flags({name.rpartition(".")[2]: value for name, value in history.settings.items()}))
+    shown = " ".join(f"<span>{escape_html(flag)}</span>" for flag in re.split(r" (?=--)", flags))
+    return (f"<section><h2>Flags of {escape_html(history.name)}</h2>\n<div class=\"flags\"><code>{shown}</code>"
+            "<button type=\"button\">copy</button></div></section>\n")
 
 
-def html_section(title: str, head: Sequence[str], rows: Sequence[Sequence[str]], *, is_folded: bool = False) -> str:
-    """A title and a table; the first cell of a row is its header."""
-    columns = "".join(f"<th scope=\"col\">{_escaped(cell)}</th>" for cell in head)
-    body = "".join(f"<tr><th scope=\"row\">{_escaped(first)}</th>"
-                   + "".join(f"<td>{_escaped(cell)}</td>" for cell in rest) + "</tr>\n" for first, *rest in rows)
-    table = "<p>None.</p>" if not rows else (
-        f"<div class=\"wide\"><table>\n<thead><tr>{columns}</tr></thead>\n<tbody>\n{body}</tbody>\n</table></div>")
-    outer, heading = ("details", "summary") if is_folded else ("section", "h2")
-    return f"<{outer}><{heading}>{_escaped(title)}</{heading}>\n{table}\n</{outer}>\n"
-
-
-def _escaped(text: str) -> str:
-    return escape(escape_to_one_line(text))
+def _default_unless_equal(name: str, value: object) -> str:
+    """The default of a setting that has another value, as text."""
+    default = format_value(FIELDS[field_name].default if (field_name := name.rpartition(".")[2]) in FIELDS else value)
+    return "" if default == format_value(value) else default

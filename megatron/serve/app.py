@@ -28,6 +28,7 @@ from typing import Any, final
 import uvicorn
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
+from data.html_page import style_sheet
 from megatron.inference.load import LoadedModel
 from megatron.serve.api import ApiRequest, HttpError, ServedModel, parse_completion, parse_generation
 from megatron.serve.cli import ServerLimits
@@ -68,7 +69,7 @@ def error_body(path: str, error: HttpError) -> dict[str, Any]:
 
 def playground() -> tuple[str, dict[str, str]]:
     """The page to try the model, and its headers; its policy allows its own script and style alone."""
-    text = Path(__file__).with_name("page.html").read_text("utf-8")
+    text = Path(__file__).with_name("page.html").read_text("utf-8").replace("{{style}}", style_sheet())
 
     def allowed(tag: str) -> str:
         match = re.search(f"<{tag}>(.*?)</{tag}>", text, re.DOTALL)

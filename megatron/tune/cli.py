@@ -12,6 +12,7 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
+from data.html_page import html_document, html_section
 from data.storage import DataError, hold_writer_lock, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser, require_positive
@@ -22,7 +23,7 @@ from megatron.plan.alternatives import format_bytes
 from megatron.plan.cli import align_columns, num_visible_gpus, refuse_retired, with_vocabulary
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import measured_rates
-from megatron.report.run_report import UNKNOWN, html_document, html_section
+from megatron.report.run_report import UNKNOWN
 from megatron.train.flops import flops_per_token
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,

@@ -23,7 +23,7 @@ import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from importlib.metadata import version
 from itertools import count
 from math import inf
@@ -33,7 +33,7 @@ from typing import Any
 
 from data.storage import prefix_storage_errors, staged_file, write_errors_for
 from megatron.config.schema import flag_name
-from megatron.config.tree import SECTIONS, AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig
+from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig, config_to_flags
 from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.errors import ConfigError
 from megatron.launch.supervisor import die_with_parent
@@ -41,23 +41,6 @@ from megatron.metrics.metrics_file import MetricsFileReader
 from megatron.package import __version__
 from megatron.plan.footprint import Device, PlannedRun
 from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_per_step
-
-
-def config_to_flags(config: Config) -> list[str]:
-    """The flags of all settings that differ from their defaults."""
-    flags = list[str]()
-    for name, section in SECTIONS.items():
-        for item in fields(section):
-            value, flag = getattr(getattr(config, name), item.name), flag_name(item.name)
-            if value == item.default or value is None:
-                continue
-            if isinstance(value, bool):
-                flags.append(flag if value else f"--no-{flag[2:]}")
-            elif isinstance(value, tuple):
-                flags += [flag, *map(str, value)]
-            else:
-                flags += [flag, repr(value) if isinstance(value, float) else str(value)]
-    return flags
 
 
 # After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS.
@@ -94,7 +77,7 @@ class TrialRunner:
         metrics = place / "metrics.jsonl"
         command = [sys.executable, *(["-P"] if sys.flags.safe_path else []),
                    "-m", "megatron.launch", "--nproc-per-node",
-                   str(run.ranks), *TRAINER, *config_to_flags(trial_config(run, metrics, self.last_step))]
+                   str(run.ranks), *TRAINER, *config_to_flags(trial_config(run, metrics, self.last_step).settings())]
         # until a first step is logged: imports, rendezvous, the index, building, compiling
         first_step, total = run.config.parallel.startup_limit, inf
         steps = EXTRA_SECONDS + SLOWDOWN_LIMIT * predicted * self.last_step

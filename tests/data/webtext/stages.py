@@ -28,7 +28,7 @@ def reverse(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int
     counts = DocumentCounts()
     with staged_file(output / "part-00000.jsonl") as file:
         for line in reversed(lines):
-            counts.add_kept(len(line), len(line))
+            counts.add_kept(len(line), line)
             file.write(line)
     yield counts
 

@@ -18,7 +18,7 @@ from data.storage import DataError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import split
 from data.webtext.__main__ import main
-from data.webtext.documents import Document, DocumentCounts, shard_name
+from data.webtext.documents import NUM_SAMPLES, SAMPLE_CHARACTERS, Document, DocumentCounts, shard_name
 from tests.data.helpers import in_a_fork
 from tests.data.webtext.test_filters import TEXTS
 from tests.data.webtext.test_runner import contents
@@ -91,7 +91,11 @@ def test_what_comes_out_is_what_should(whole: Path) -> None:
 def test_the_report_says_the_same_as_text_and_as_a_page(whole: Path) -> None:
     text, page = (whole / "report.txt").read_text(), (whole / "report.html").read_text()
     assert re.search(r"urls +48 +45 +93.8 %", text) and re.search(r"exact copy +-1", text)
-    assert page.count("<svg") == 3 and "dedup: exact copy" in page and "48 documents in, 42 kept" in page
+    assert page.count('<div class="bars">') == 3 and "dedup: exact copy" in page
+    assert "48 documents in, 42 kept" in page
+    for sample in ("http://imgur.com/a The", f"http://example.net/copy {article(0)[:100]}", TEXTS["de"][:100],
+                   "<blockquote>short</blockquote>", "expected text, found a number"):
+        assert sample in page, "of each reason"
     assert str(whole.parent) not in text + page + (whole / "report.json").read_text()
 
 
@@ -153,6 +157,30 @@ def test_a_run_killed_at_any_point_leaves_nothing_half_made_and_goes_on(raw: Pat
         assert left == {name: finished[name] for name in left}, f"after a kill at event {stop}"
         in_a_fork(lambda: main(arguments(raw, out)))
         assert contents(out) == finished, f"kill at event {stop} of {events}"
+
+
+def test_samples_depend_on_the_documents_and_not_on_their_order_or_the_shards() -> None:
+    """A few of each reason, of the whole corpus and not of its beginning."""
+    rng = random.Random(0)
+    documents = [(rng.choice(("", "a", "b")), Document(f"{n} <b>\n\ttext " * 30).to_line()) for n in range(300)]
+
+    def sampled() -> dict[str, dict[str, str]]:
+        total = DocumentCounts()
+        for shard in range(0, 300, size := rng.randrange(1, 40)):
+            part = DocumentCounts()
+            for reason, line in documents[shard:shard + size]:
+                part.add_dropped(reason, 1, line) if reason else part.add_kept(1, line)
+            total += DocumentCounts.from_json(json.loads(json.dumps(part.to_json())))
+        return total.samples
+
+    first = sampled()
+    assert {reason: len(found) for reason, found in first.items()} == dict.fromkeys(("kept", "a", "b"), NUM_SAMPLES)
+    texts = [text for found in first.values() for text in found.values()]
+    assert all(len(text) == SAMPLE_CHARACTERS + 1 and "<b> text" in text and "\n" not in text for text in texts)
+    assert max(int(text.split()[0]) for text in texts) > 100, "not only those at the beginning"
+    for _ in range(5):
+        rng.shuffle(documents)
+        assert sampled() == first
 
 
 # --------------------------------------------------------------------------------------------------- shuffle and split

@@ -7,6 +7,7 @@ import json
 import math
 import os
 import random
+import shlex
 from collections.abc import Callable, Sequence
 from html.parser import HTMLParser
 from pathlib import Path
@@ -15,9 +16,12 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
+from megatron.config.cli import parse_args
+from megatron.config.tree import TrainConfig, flag_name
 from megatron.distributed import exit_codes
 from megatron.metrics.metrics_file import MetricsFileReader
-from megatron.report.run_report import MOST_POINTS, RunHistory, chart_data, find_metrics_file, main, report_page
+from megatron.report.run_report import (HEADLINES, MOST_POINTS, RunHistory, chart_data, find_metrics_file, main,
+                                        report_page)
 from megatron.train.run_log import RunLog
 from tests.megatron.helpers import TINY, steps, train
 from tests.megatron.launch.processes import python
@@ -32,7 +36,7 @@ class Parsed(HTMLParser):
         self.rows: list[list[str]] = []
         self.attributes: list[tuple[str, str | None]] = []
         self.open: list[str] = []
-        self.data, self.headings, self.notes = "", list[str](), list[str]()
+        self.data, self.code, self.headings, self.notes = "", "", list[str](), list[str]()
         self.feed(text)
         assert not self.open, "every element is closed"
 
@@ -52,6 +56,8 @@ class Parsed(HTMLParser):
         inside = self.open[-1] if self.open else ""
         if inside in ("td", "th"):
             self.rows[-1][-1] += data
+        elif self.open[-2:] == ["code", "span"]:
+            self.code += f"{data} "
         elif inside == "script data":
             self.data += data
         elif inside == "h2":
@@ -90,6 +96,29 @@ def test_the_summary_says_what_came_of_each_run() -> None:
     assert found.row("steps without a finite loss") == ["1", "–", "–"]
     assert found.row("saves") == ["1, the last at step 4", "0", "–"] and found.row("ranks") == ["2", "2", "–"]
     assert not [row for row in found.rows if row[0] == "test loss"], "it was taken back"
+
+
+def test_the_headline_figures_are_averages_over_the_last_steps(tmp_path: Path) -> None:
+    values = [*range(1, 981), *([1.0, 3.0] * 10)]
+    steps = [step(n, lm_loss=value, tokens_per_s=value) for n, value in enumerate(values, 1)]
+    found = Parsed(report_page([history(*steps[:3]), history(*steps[900:]), history(*steps)], []))
+    assert found.row("loss") == ["2 (mean of the last 3 steps)", "2 (mean of the last 10 steps)",
+                                 f"{(sum(range(901, 981)) + 40) / 100:.4g} (mean of the last 100 steps)"]
+    assert found.row("tokens a second")[:2] == ["2 (median of the last 3 steps)", "2 (median of the last 10 steps)"]
+    assert [row[0] for row in found.rows[1:5]] == [*HEADLINES], "before everything else"
+
+
+def test_the_flags_of_the_page_start_the_same_run_and_are_marked_among_all_settings(tmp_path: Path) -> None:
+    flags = [*TINY, "--mock-data", "--train-iters", "7", "--no-overlap-comm", "--lr", "3e-4", "--metrics-file",
+             f"{tmp_path}/it's <here> $HOME.jsonl"]
+    config = parse_args(flags)
+    found = Parsed(report_page([history({"config": True, "start": 0, "values": config.as_dict(), "device": "CPU"},
+                                        step(1))], []))
+    assert parse_args(shlex.split(found.code)) == config
+    marked = {row[0]: row[2] for row in found.rows if len(row) == 3 and row[2] and row[0] != "setting"}
+    assert marked["train.train_iters"] == f"{TrainConfig().train_iters:,}" and marked["zero.overlap_comm"] == "yes"
+    assert {flag_name(name.split(".")[1]) for name in marked} == {
+        word.replace("--no-", "--") for word in shlex.split(found.code) if word.startswith("--")}
 
 
 @pytest.fixture(scope="module")

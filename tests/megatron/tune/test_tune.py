@@ -19,12 +19,13 @@ import pytest
 from data.storage import DataError, StorageFault, hold_writer_lock
 from megatron import host_memory
 from megatron.config.cli import parse_args
+from megatron.config.tree import config_to_flags
 from megatron.errors import ConfigError, PeerError, StorageError
 from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.tune import cli, trial
 from megatron.tune.cli import recommended_flags
 from megatron.tune.search import TrialResult, legal_choices, next_repeat, samples_per_step
-from megatron.tune.trial import TRIALS_FILE, TrialRecords, TrialRunner, config_to_flags, trial_config
+from megatron.tune.trial import TRIALS_FILE, TrialRecords, TrialRunner, trial_config
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.tune.test_search import RATES
 
@@ -132,7 +133,8 @@ def test_the_flags_of_a_trial_make_its_configuration_again(tmp_path: Path) -> No
     run = asked("--lr", "3e-4", "--no-overlap-comm", "--split", "90,5,5", "--checkpoint-activations", "--bf16",
                 "--save", str(tmp_path), "--load", str(tmp_path), "--tensorboard-dir", str(tmp_path))
     config = trial_config(run, tmp_path / "m.jsonl", 5)
-    assert parse_args(config_to_flags(config)) == config
+    for settings in (config.settings(), json.loads(json.dumps(config.settings()))):
+        assert parse_args(config_to_flags(settings)) == config
     assert config.save.save is None and config.log.tensorboard_dir is None
     assert config.train.train_iters == run.config.train.train_iters and config.train.exit_interval == 5
     assert (config.optim, config.data, config.recompute) == (run.config.optim, run.config.data, run.config.recompute)
