@@ -1,51 +1,38 @@
-"""The GPT-2 of this project in a loop of your own: trained by the engine, saved, and asked for text.
+"""The GPT-2 of this project in a loop of your own (docs/library.md): train to an epoch, evaluate, save; again: resume.
 
-    PYTHONPATH=. python examples/own_loop_gpt2.py
-    PYTHONPATH=. python -m megatron.launch --nproc-per-node 2 examples/own_loop_gpt2.py       # or torchrun
+    PYTHONPATH=. python examples/own_loop_gpt2.py 2
+    PYTHONPATH=. python -m megatron.launch --nproc-per-node 2 examples/own_loop_gpt2.py 3       # or torchrun
 """
-
-from __future__ import annotations
 
 import sys
 from dataclasses import asdict
-from pathlib import Path
 
 import torch
 
 from data.tokenizer import ByteLevelTokenizer
 from megatron import zero
-from megatron.distributed.process_group import read_environment
-from megatron.inference import init_inference
 from megatron.model import GPT2, ModelConfig
 
-TEXT = "The cat sat on the mat. The dog lay on the rug. The fox ran up the hill. "
-CONFIG = {
-    "train_batch_size": 16,
-    "gradient_clipping": 1.0,
-    "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
-    "zero_optimization": {"stage": 2},
-}
+tokenizer = ByteLevelTokenizer()
+ids = torch.tensor(tokenizer.encode("The cat sat on the mat. The dog lay on the rug. " * 60))
+windows = [(ids[at:at + 64], ids[at + 1:at + 65]) for at in range(len(ids) - 64)]  # tokens, and the target of each
+shape = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=64,
+                    vocab_size=tokenizer.vocab_size, attention_dropout=0.0, hidden_dropout=0.0)
+config = {"train_batch_size": 16, "gradient_clipping": 1.0, "optimizer": {"type": "AdamW", "params": {"lr": 3e-3}},
+          "zero_optimization": {"stage": 2}}
 
-
-def main(folder: str) -> None:
-    tokenizer = ByteLevelTokenizer()
-    shape = ModelConfig(num_layers=2, hidden_size=64, num_attention_heads=4, max_position_embeddings=64,
-                        vocab_size=tokenizer.vocab_size, attention_dropout=0.0, hidden_dropout=0.0)
-    ids = torch.tensor(tokenizer.encode(TEXT * 60))
-    windows = [(ids[start:start + 64], ids[start + 1:start + 65]) for start in range(0, len(ids) - 64, 3)]
-    engine, _, loader, _ = zero.initialize(model=GPT2(shape), training_data=windows, config=CONFIG)
+engine, _, loader, _ = zero.initialize(model=GPT2(shape), training_data=windows[:-64], config=config)
+valid_loader = engine.deepspeed_io(windows[-64:], route="eval")
+path, state = engine.load_checkpoint("own_loop")  # (None, None) where nothing was saved yet
+for epoch in range(state["epoch"] if path else 0, int(sys.argv[1])):
     for tokens, targets in loader:
-        loss = engine(tokens, targets)
+        loss = engine(tokens.to(engine.device), targets.to(engine.device))
         engine.backward(loss)
         engine.step()
-    Path(folder).mkdir(parents=True, exist_ok=True)
-    engine.save_checkpoint(folder, client_state={"tokenizer": asdict(tokenizer.facts)})
-
-    trained = init_inference(checkpoint=folder)
-    found = trained.generate(torch.tensor([tokenizer.encode("The cat")]), max_new_tokens=40, do_sample=False)
-    if read_environment().rank == 0:
-        print(f"loss {loss.item():.3f}\n{tokenizer.decode(found[0].tolist())}")
-
-
-if __name__ == "__main__":
-    main(sys.argv[1] if len(sys.argv) > 1 else "runs/own_loop_gpt2")
+    engine.eval()
+    with torch.no_grad():
+        losses = [engine(*(tensor.to(engine.device) for tensor in batch)) for batch in valid_loader]
+    engine.train()
+    if engine.global_rank == 0:
+        print(f"epoch {epoch + 1}: validation loss {torch.stack(losses).mean():.3f}")
+    engine.save_checkpoint("own_loop", client_state={"epoch": epoch + 1, "tokenizer": asdict(tokenizer.facts)})

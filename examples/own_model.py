@@ -47,7 +47,7 @@ def main(folder: str) -> None:
     first = state["epoch"] + 1 if path else 0
     for epoch in range(first, first + 3):
         for batch in loader:
-            loss = engine(*batch)
+            loss = engine(*(tensor.to(engine.device) for tensor in batch))
             engine.backward(loss)
             engine.step()
         if read_environment().rank == 0:

@@ -1,5 +1,6 @@
 #!/usr/bin/env bash
-# The tests. Without arguments: flake8, mypy and the whole suite; arguments go to pytest (`-k zero`, `tests/mpu`, `-m gpu`).
+# The tests. Without arguments: flake8, mypy and the whole suite; arguments go to pytest (`-k zero`, `tests/mpu`,
+# `@tests/smoke.txt`: two minutes).
 WITH_TESTS=1
 . "$(dirname -- "${BASH_SOURCE[0]}")/setup.sh"
 cd -- "$ROOT"

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# A small part of the tests under every available pair of Python and torch, with the versions of requirements.txt for the
-# rest. Unavailable pairs are named in one line, and are not a failure.
+# The smoke tier (tests/smoke.txt) under every available pair of Python and torch, with the versions of requirements.txt
+# for the rest. Unavailable pairs are named in one line, and are not a failure.
 #
 #   bash scripts/test_versions.sh              pairs that are installed: pythonX on the path, or .cache/versions/X-torchY
 #   bash scripts/test_versions.sh --install    makes the missing ones in .cache/versions (4.6 GB each with CUDA's torch)
@@ -10,10 +10,6 @@ set -euo pipefail
 ROOT="$(cd -- "$(dirname -- "${BASH_SOURCE[0]}")/.." && pwd -P)"
 cd -- "$ROOT"
 
-SMOKE=(tests/test_architecture.py tests/test_neighbours.py tests/megatron/config/test_arguments.py
-       tests/megatron/zero/test_optimizers.py tests/megatron/zero/test_skipping.py tests/megatron/optim/test_schedulers.py
-       tests/megatron/checkpoint/test_files.py tests/megatron/model/test_gpt2.py tests/mpu/test_layers.py
-       tests/data/test_text_files.py tests/data/test_indexed.py)
 VERSIONS="$ROOT/.cache/versions"
 
 torch_of() {  # PYTHON: the version of its torch, without the build; nothing where the tests could not run
@@ -53,7 +49,7 @@ for version in ${PYTHONS:-3.11 3.12 3.13}; do
             python="$VERSIONS/$version-torch$torch/bin/python"
         fi
         echo "Python $version with torch $torch: $python"
-        PYTHONPATH="$ROOT" "$python" -P -m pytest -q "${SMOKE[@]}" || status=1
+        PYTHONPATH="$ROOT" "$python" -P -m pytest -q @tests/smoke.txt || status=1
     done
 done
 if [[ ${#missing[@]} -gt 0 ]]; then

@@ -41,6 +41,7 @@ OF_OTHERS = frozenset("""
     --local_rank --warmup-type log --ntasks-per-node --gpus-per-node --nodes --signal --array --additional-suffix
     --dtype --learning-rate --epochs --device --pipeline-model-parallel-size --help --help-all --logdir --train-dta
     --name --no-name --version --install --no-deps --accelerator-side --retry --retry-connrefused --retry-delay
+    --local-dir
 """.split())
 """Flags that pages name though no program of ours has them: Slurm's, other programs', and those we explain away."""
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import io
+import json
 import os
 import re
 import runpy
@@ -17,6 +18,7 @@ from unittest.mock import patch
 import pytest
 
 from tests.distributed import run_ranks
+from tests.docs.reader import blocks
 from tests.megatron.launch.processes import launched
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -47,7 +49,8 @@ PRINTED = [(path.name, line) for path in sorted((ROOT / "examples").iterdir()) i
 
 
 def test_every_example_says_how_to_start_it() -> None:
-    assert {name for name, _ in PRINTED} == {path.name for path in (ROOT / "examples").iterdir() if path.is_file()}
+    assert {name for name, _ in PRINTED} == {path.name for path in (ROOT / "examples").iterdir()
+                                             if path.is_file() and path.suffix != ".ipynb"}
 
 
 @pytest.fixture(scope="module")
@@ -95,12 +98,38 @@ def test_a_folder_of_text_becomes_a_model(tmp_path: Path) -> None:
     assert "texts: 3 files, 300 documents" in printed and (tmp_path / "runs" / "folder_of_text" / "latest").is_file()
 
 
+def test_the_page_of_the_own_loop_shows_the_example() -> None:
+    shown = [block for block in blocks((ROOT / "docs" / "library.md").read_text()) if block.file]
+    assert [(block.file, block.text + "\n") for block in shown] == [
+        ("own_loop_gpt2.py", (ROOT / "examples" / "own_loop_gpt2.py").read_text())]
+    assert len(shown[0].text.splitlines()) < 40
+
+
 @pytest.mark.slow
-def test_own_loop_gpt2_leads_to_text_in_the_program_and_on_the_command_line(tmp_path: Path) -> None:
-    printed = run(tmp_path, sys.executable, ROOT / "examples" / "own_loop_gpt2.py", "saved")
-    assert printed.endswith("\nThe cat sat on the mat. The dog lay on the rug.\n")
-    asked = ["--load", "saved", "--greedy", "--max-new-tokens", 16, "The dog"]
+def test_own_loop_gpt2_resumes_and_leads_to_text_on_the_command_line(tmp_path: Path) -> None:
+    program = ROOT / "examples" / "own_loop_gpt2.py"
+    first = run(tmp_path, sys.executable, program, 1)
+    then = run(tmp_path, sys.executable, "-m", "megatron.launch", "--nproc-per-node", 2, program, 2)
+    epochs = re.findall(r"epoch (\d+): validation loss ([\d.]+)", first + then)
+    assert [epoch for epoch, _ in epochs] == ["1", "2"] and float(epochs[1][1]) < float(epochs[0][1]) < 0.1
+    asked = ["--load", "own_loop", "--greedy", "--max-new-tokens", 16, "The dog"]
     assert run(tmp_path, sys.executable, "-m", "megatron.generate", *asked) == "The dog lay on the rug.\n"
+
+
+@pytest.mark.slow
+def test_the_notebook_trains_and_plots_the_losses_of_its_run(clone: Path) -> None:
+    """Its code runs in a plain interpreter in the notebook's folder; matplotlib is replaced by a recorder of calls."""
+    cells = json.loads((ROOT / "examples" / "quick_start.ipynb").read_text())["cells"]
+    assert not any(cell.get("outputs") for cell in cells), "outputs are not committed"
+    code = "\n".join("".join(cell["source"]) + "\n" for cell in cells if cell["cell_type"] == "code")
+    recorder = ("import json, sys\nfrom unittest.mock import MagicMock\nrecorded = MagicMock()\n"
+                "sys.modules |= {'matplotlib': recorded, 'matplotlib.pyplot': recorded.pyplot}\n")
+    code += "print(json.dumps(recorded.pyplot.plot.call_args_list[0].args))"
+    done = subprocess.run([sys.executable, "-c", recorder + code], cwd=clone / "examples", text=True, timeout=240,
+                          env=ENVIRONMENT | {"PYTHON": sys.executable, "PYTHONPATH": ""}, capture_output=True)
+    assert done.returncode == 0, done.stderr
+    steps, losses = json.loads(done.stdout.splitlines()[-1])
+    assert steps == list(range(1, len(steps) + 1)) and sum(losses[-10:]) < 0.7 * sum(losses[:10])
 
 
 # ---- DeepSpeed's two first tutorials, retyped, with no edit but the import -----------------------------------------

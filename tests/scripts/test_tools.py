@@ -1,4 +1,5 @@
-"""scripts/gpu_check.sh as far as a CPU can tell, and scripts/mutate.py on a repository of one function."""
+"""scripts/gpu_check.sh as far as a CPU can tell, scripts/mutate.py on one function, and the files that CI and
+Docker read."""
 
 from __future__ import annotations
 
@@ -9,6 +10,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
+
+from tests.docs.reader import blocks
 
 ROOT = Path(__file__).resolve().parents[2]
 CHECKS = 16
@@ -77,3 +81,26 @@ def test_of_two_mutants_one_is_killed_and_one_survives(tmp_path: Path) -> None:
     mutate("run", "--calls", "calls.jsonl", "--packages", "product", "--output", "mutants.jsonl")
     assert (repository / "mutants.jsonl").read_text().splitlines(keepends=True) == lines
     assert "1 of 2 killed" in said and "'return a + b' -> 'return None': tests/test_add.py" in said
+
+
+@pytest.mark.parametrize("event, command", [("push", "bash scripts/test.sh -n 4 @tests/smoke.txt"),
+                                            ("pull_request", "bash scripts/test.sh")])
+def test_ci_runs_the_smoke_tier_on_a_push_and_the_suite_on_a_pull_request(event: str, command: str) -> None:
+    workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "ci.yml").read_text())
+    assert event in workflow[True]  # YAML 1.1 reads `on` as true
+    (job,) = workflow["jobs"].values()
+    assert job["strategy"]["matrix"]["python"] == ["3.11", "3.12"]
+    commands = [step for step in job["steps"] if "run" in step]
+    assert [step["run"] for step in commands if eval(step["if"].replace("github.event_name", repr(event)))] == [command]
+    smoke = (ROOT / "tests" / "smoke.txt").read_text().splitlines()
+    assert all((ROOT / path).exists() for path in smoke) and len(set(smoke)) == len(smoke)
+
+
+def test_the_container_runs_the_readmes_first_command_after_copying_what_is_there() -> None:
+    lines = (ROOT / "Dockerfile").read_text().splitlines()
+    copied = [name for line in lines if line.startswith("COPY ") for name in line.split()[1:-1]]
+    assert copied and all((ROOT / name).exists() for name in copied) and len(lines) <= 25
+    command = next(json.loads(line.removeprefix("CMD ")) for line in lines if line.startswith("CMD "))
+    assert " ".join(command) == blocks((ROOT / "README.md").read_text())[0].text
+    ignored = (ROOT / ".dockerignore").read_text().split()
+    assert {".git", ".venv", "runs"} <= set(ignored) and not set(copied) & set(ignored)
