@@ -32,7 +32,7 @@ DEFAULT_FOLDER = (_ROOT if (_ROOT / "setup.cfg").exists() else Path()) / ".cache
 
 NOVELS = Path(__file__).with_name("austen.jsonl.xz")
 SHA256 = "102daa47577613858292b0b367955af301180b4a883a5e54f742c6da32455153"  # of the text
-VOCAB_SIZE = 2048
+VOCAB_SIZE = 8192
 
 
 def read_novels() -> list[str]:

@@ -98,10 +98,10 @@ def test_the_index_names_every_page() -> None:
     assert not pages - {"docs/README.md"} - linked(ROOT / "docs" / "README.md")
 
 
-def test_the_readme_is_two_screens_and_leads_to_the_pages() -> None:
-    """It is not a second index: what it says first is what the program is, and the two commands."""
+def test_the_readme_is_three_screens_and_leads_to_the_pages() -> None:
+    """It is not a second index: what it says first is what the program is, the two commands, and what the first one trains."""
     text = (ROOT / "README.md").read_text()
-    assert len(text.splitlines()) <= 90
+    assert len(text.splitlines()) <= 110
     assert {"docs/README.md", "docs/tutorial.md", "docs/install.md", "docs/deepspeed.md", "examples/README.md",
             "CONTRIBUTING.md"} <= linked(ROOT / "README.md")
     first = "\n".join(text.splitlines()[:45])

@@ -298,6 +298,7 @@ def test_a_run_that_does_not_fit_a_gpu_recomputes(repository, one_gpu):
         (repository / "megatron" / "plan.py").write_text(plan)
         result = run(repository, "pretrain_gpt2.sh", "--lr", "1e-3", *more, **one_gpu)
         argv = json.loads(result.stdout)["argv"]
+        assert value(argv, "--train-iters") == "600", "of the 1,200 that there is time for: the corpus is small"
         assert ("--checkpoint-activations" in argv) == recomputed and argv[-len(more) or len(argv):] == more
         assert "Traceback" not in result.stderr
 
