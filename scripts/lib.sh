@@ -142,7 +142,7 @@ add_recipe() {
 limit_time() {  # FOLDER ARGUMENTS...
     local file="$1/train_iters" seconds="" iterations=""
     shift
-    if [[ -z "${TRAIN_SECONDS:-}" || "$NNODES" -gt 1 ]] || given --train-iters "$@"; then return; fi
+    if [[ -z "${TRAIN_SECONDS:-}" || "$NNODES" -gt 1 ]] || given --train-iters "$@" || given --skip-train "$@"; then return; fi
     read -r seconds iterations 2>/dev/null <"$file" || true
     if [[ "$seconds" != "$TRAIN_SECONDS" ]]; then
         say "measuring the speed of a few steps"

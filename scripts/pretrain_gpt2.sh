@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Train GPT-2 in one process: a small model on the CPU, the 124M one on a GPU. Run it again: it resumes.
 #
-#   bash scripts/pretrain_gpt2.sh                             about 3 minutes, then an evaluation and a sample of text
+#   bash scripts/pretrain_gpt2.sh                             about 4 minutes, then an evaluation and samples of text
 #   PRESET=345M bash scripts/pretrain_gpt2.sh --fp16          another model; further flags win over those in lib.sh
 #   bash scripts/pretrain_gpt2.sh --train-data my.jsonl --tokenizer-type GPT2BPETokenizer
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"

@@ -16,6 +16,6 @@ trained_model() {
         if [[ -e "$latest" && ( -z "$newest" || "$latest" -nt "$newest" ) ]]; then newest="$latest"; fi
     done
     [[ -n "$newest" ]] || fail "nothing is trained in $RUNS/pretrain_gpt2${PRESET:+ with PRESET=$PRESET} yet:" \
-        "bash scripts/pretrain_gpt2.sh trains a model in about 3 minutes; or name one with --load DIR"
+        "bash scripts/pretrain_gpt2.sh trains a model in about 4 minutes; or name one with --load DIR"
     dirname -- "$newest"
 }

@@ -17,7 +17,7 @@ from data.tokenizer import Tokenizer
 from megatron.config.tree import Config
 from megatron.inference.generation import Generator
 from megatron.inference.live import engine_decoder
-from megatron.inference.request import GenerationConfig, Sampling
+from megatron.inference.request import GenerationConfig, Request, Sampling
 from megatron.train.batches import MicroBatchSampler
 from megatron.zero.api.engine import Engine
 from mpu.collectives import all_reduce
@@ -82,7 +82,8 @@ SAMPLE_SETTINGS = Sampling(temperature=0.8, top_k=40)  # the defaults of `megatr
 def generate_samples(engine: Engine, tokenizer: Tokenizer, config: Config) -> list[str]:
     """Continue each configured prompt. The texts are equal on every rank and for every layout; training's random
     streams are not used. Collective."""
-    defaults, requests = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True), []
+    defaults = GenerationConfig(config.log.sample_tokens, SAMPLE_SETTINGS, sliding_window=True)
+    requests: list[Request] = []
     for typed in config.log.sample_prompt:
         raw = typed.encode("utf-8", "surrogateescape")  # keep bytes that the locale cannot decode
         prompt = tuple(int(i) for i in tokenizer.encode(raw.decode("utf-8", "replace"))) or (tokenizer.eod,)

@@ -99,7 +99,7 @@ def test_the_index_names_every_page() -> None:
 
 
 def test_the_readme_is_three_screens_and_leads_to_the_pages() -> None:
-    """It is not a second index: what it says first is what the program is, the two commands, and what the first one trains."""
+    """It is not a second index: it says first what the program is, the two commands, and what the first one trains."""
     text = (ROOT / "README.md").read_text()
     assert len(text.splitlines()) <= 110
     assert {"docs/README.md", "docs/tutorial.md", "docs/install.md", "docs/deepspeed.md", "examples/README.md",
