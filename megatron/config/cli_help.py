@@ -21,7 +21,7 @@ from megatron.config.tree import SECTIONS
 from megatron.errors import ConfigError
 
 _ON = ("", "True", "true")
-_MODEL = "leave it out: the model is GPT-2: learned positions, LayerNorm, GELU and tied embeddings"
+_MODEL = "leave it out: the model is GPT-2, with biases and tied embeddings"
 _PIPELINE = "there is no pipeline parallelism; use --model-parallel-size and --zero-stage"
 _SEQUENCE = "sequences are not split over ranks; use --checkpoint-activations or --zero-stage to save memory"
 _KERNELS = "torch chooses the kernels, and --compile fuses the rest"
@@ -71,11 +71,13 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "downloaded",
     "tokenizer-name tokenizer-model": "use --tokenizer-type, and --tokenizer-path for its file",
     "init-from": ("use --load FOLDER to resume, or --load-hf FOLDER for GPT-2's weights", "scratch"),
-    "swiglu squared-relu use-rotary-position-embeddings rotary-percent rotary-base disable-bias-linear kv-channels "
-    "untie-embeddings-and-output-weights group-query-attention num-query-groups qk-layernorm": _MODEL,
+    "swiglu": "use --activation swiglu",
+    "squared-relu": "use --activation squared_relu",
+    "use-rotary-position-embeddings": "use --position-embedding-type rope",
+    "rotary-percent": ("leave it out: rope turns whole heads", "1.0"),
+    "group-query-attention": "leave it out: --num-query-groups N is enough",
+    "disable-bias-linear kv-channels untie-embeddings-and-output-weights": _MODEL,
     "model-type": (_MODEL, "gpt2"),
-    "normalization": (_MODEL, "LayerNorm"),
-    "position-embedding-type": (_MODEL, "learned_absolute"),
     # parallelism and memory
     "ddp-impl": ("leave it out: gradients are summed as --zero-stage says", "local", "torch"),
     "pipeline-model-parallel-size": (_PIPELINE, "1"),

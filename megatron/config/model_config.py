@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal
 
 from megatron.bit_schedule import MIN_UNIFORM_BITS, BitSchedule
-from megatron.config.schema import (COUNT, MAX_INT64, NUMBER, ConfigSection, ErrorList, JsonKey, NumberRange, one_of,
-                                    setting)
+from megatron.config.schema import (COUNT, MAX_INT64, NUMBER, ConfigSection, ErrorList, JsonKey, NumberRange, flag_name,
+                                    one_of, setting)
 from megatron.errors import ConfigError
 from megatron.layer_drop import ThetaSchedule
 
@@ -50,15 +50,24 @@ class ModelConfig(ConfigSection):
     num_layers: int = setting(24, "transformer blocks", "n-layer", common=True, ge=1)
     hidden_size: int = setting(1024, "width of the residual stream", "n-embd", common=True, ge=1)
     num_attention_heads: int = setting(16, "attention heads; must divide the hidden size", "n-head", common=True, ge=1)
-    intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size)", "ffn-hidden-size",
-                                            ge=1)
+    intermediate_size: int | None = setting(None, "width of the MLP (default: 4 x hidden size; with swiglu 8/3 x, "
+                                            "rounded down to a multiple of 64)", "ffn-hidden-size", ge=1)
     max_position_embeddings: int = setting(1024, "size of the position table: the longest sequence", "block-size", ge=1)
     vocab_size: int | None = setting(None, "tokens in the vocabulary, before padding (default: the tokenizer's)", ge=1)
     make_vocab_size_divisible_by: int = setting(
         128, "pad the vocabulary to a multiple of this times the tensor parallel size", ge=1)
     attention_dropout: float = setting(0.1, "dropout on attention weights", ge=0, le=0.999)
     hidden_dropout: float = setting(0.1, "dropout on embeddings and block outputs", ge=0, le=0.999)
-    layernorm_epsilon: float = setting(1e-5, "epsilon of every LayerNorm", gt=0)
+    position_embedding_type: Literal["learned_absolute", "rope"] = setting(
+        "learned_absolute", "a table of positions, or rotary embeddings of queries and keys")
+    rotary_base: float = setting(10_000.0, "rope: base of the wavelengths", "rope-theta", gt=1,
+                                 needs={"position_embedding_type": ("rope",)})
+    normalization: Literal["LayerNorm", "RMSNorm"] = setting("LayerNorm", "norm of block inputs and of the output")
+    qk_norm: bool = setting(False, "scale each head's queries and keys to RMS 1 (no weights)", "qk-layernorm")
+    num_query_groups: int | None = setting(None, "grouped-query attention: heads of keys and values; must divide the "
+                                           "attention heads (default: as many)", "num-key-value-heads", ge=1)
+    activation: Literal["gelu", "squared_relu", "swiglu"] = setting("gelu", "activation of the MLP")
+    layernorm_epsilon: float = setting(1e-5, "epsilon of every norm", "norm-epsilon", gt=0)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", gt=0)
     memory_centric_tiled_linear: bool = setting(False, "cut each weight matrix of a block into tiles, so that stage 3 "
                                                        "gathers one tile at a time")
@@ -69,14 +78,37 @@ class ModelConfig(ConfigSection):
                        found=self.tile_factor, tiles=NumberRange(1, self.hidden_size))
         errors.require(self.hidden_size % self.num_attention_heads == 0,
                        "{hidden_size=} is not divisible by {num_attention_heads=}")
+        errors.require(self.num_attention_heads % self.kv_heads == 0,
+                       "{num_attention_heads=} is not divisible by {num_query_groups=}")
+        errors.require(self.position_embedding_type != "rope" or self.head_size % 2 == 0,
+                       "{position_embedding_type=} needs an even head size, found {size}: {hidden_size=} / "
+                       "{num_attention_heads=}", size=self.head_size)
 
     @property
     def ffn_size(self) -> int:
+        if self.intermediate_size is None and self.activation == "swiglu":  # as many weights as 4 x without a gate
+            return max(64, 8 * self.hidden_size // 3 // 64 * 64)
         return self.intermediate_size or 4 * self.hidden_size
+
+    @property
+    def head_size(self) -> int:
+        return self.hidden_size // self.num_attention_heads
+
+    @property
+    def kv_heads(self) -> int:
+        return self.num_query_groups or self.num_attention_heads
+
+    def flags_unlike_gpt2(self) -> list[str]:
+        """The flags that make this another architecture than GPT-2's."""
+        names = [name for name in ("position_embedding_type", "normalization", "qk_norm", "activation")
+                 if getattr(self, name) != getattr(ModelConfig, name)]
+        grouped = ["num_query_groups"] * (self.kv_heads != self.num_attention_heads)
+        return [flag_name(name) for name in names + grouped]
 
     def architecture(self) -> dict[str, Any]:
         """Field -> value, of the fields that must be equal in a model and the checkpoint it loads."""
-        effective = {"intermediate_size": self.ffn_size,
+        effective = {"intermediate_size": self.ffn_size, "num_query_groups": self.kv_heads,
+                     "rotary_base": self.rotary_base if self.position_embedding_type == "rope" else None,
                      "tile_factor": self.tile_factor if self.memory_centric_tiled_linear else None}
         return {name: value for name, value in (asdict(self) | effective).items() if name not in _NOT_ARCHITECTURE}
 

@@ -67,7 +67,7 @@ class Config:
         model, schedule, tp = self.model, self.schedule, self.parallel.model_parallel_size
         require(self.seq_length <= model.max_position_embeddings, "{seq_length} {length} is above "
                 "{max_position_embeddings=}: the position table is too short", length=self.seq_length)
-        for name in ("num_attention_heads", "hidden_size", "intermediate_size"):
+        for name in ("num_attention_heads", "num_query_groups", "hidden_size", "intermediate_size"):
             value = getattr(model, name)
             require(value is None or value % tp == 0, f"{{{name}=}} is not divisible by {{model_parallel_size=}}")
         if model.memory_centric_tiled_linear:

@@ -74,8 +74,8 @@ def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
 
 
-# layer, [b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]
-AttentionFn = Callable[[int, Tensor], Tensor]
+# layer, queries [b, s, n, d], keys and values [b, s, g, d] of the positions at work -> [b, s, n, d]
+AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 @final
@@ -89,10 +89,12 @@ class Decoder:
                                  positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
         attention, self._device = self._blocks[0].attn, model.device
-        # keys and values, [layer, row, position, 2, head of this rank, width]; on a CPU, positions that are never
+        # keys and values, [2, layer, row, position, head of this rank, width]; on a CPU, positions that are never
         # written take no memory
-        self._kv = torch.zeros((len(self._blocks), rows, self.max_positions, 2, attention.heads, attention.head_width),
-                               dtype=model.dtype, device=self._device)
+        shape = (2, len(self._blocks), rows, self.max_positions, attention.kv_heads, attention.head_width)
+        self._kv = torch.zeros(shape, dtype=model.dtype, device=self._device)
+        self._keys, self._values = self._kv
+        self._is_grouped = attention.kv_heads != attention.heads
         self._row_ids = torch.arange(rows, device=self._device)
         self._lengths = [0] * rows
         self._cuda_graphs = None  # tensor parallel collectives are not captured
@@ -102,13 +104,14 @@ class Decoder:
     @torch.inference_mode()
     def prefill(self, rows: Sequence[int], prompts: Sequence[Sequence[int]]) -> Tensor:
         """Replaces the texts of `rows` by `prompts` -> [b, V] logits of the tokens after them."""
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        def attend(layer: int, *qkv: Tensor) -> Tensor:
             outputs = []
-            for (row, count, length), part in zip(groups, qkv[0].split(sizes)):
-                part = part.view(count, length, *part.shape[1:])  # [row, position, 3, head, width]
-                self._kv[layer, row : row + count, :length] = part[:, :, 1:]
-                q, k, v = part.transpose(1, 3).unbind(2)  # each [row, head, position, width]
-                y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+            for (row, count, length), *parts in zip(groups, *(part[0].split(sizes) for part in qkv)):
+                q, k, v = (part.unflatten(0, (count, length)) for part in parts)  # each [row, position, head, width]
+                self._keys[layer, row : row + count, :length] = k
+                self._values[layer, row : row + count, :length] = v
+                q, k, v = (part.transpose(1, 2) for part in (q, k, v))
+                y = F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self._is_grouped)
                 outputs.append(y.transpose(1, 2).flatten(0, 1))
             return torch.cat(outputs)[None]
 
@@ -141,20 +144,22 @@ class Decoder:
 
     def move_row(self, source: int, target: int) -> None:
         length = self._lengths[target] = self._lengths[source]
-        self._kv[:, target, :length] = self._kv[:, source, :length]
+        self._kv[:, :, target, :length] = self._kv[:, :, source, :length]
 
     def clear_row(self, row: int) -> None:
         """Non-finite values would come through the mask of a later text."""
-        self._kv[:, row] = 0
+        self._kv[:, :, row] = 0
 
     def _decode_forward(self, tokens: Tensor, position_ids: Tensor, kv_length: int, masked: bool = True) -> Tensor:
         """[b] tokens at [b] positions -> [b, V]. Unless `masked`, all rows have `kv_length` positions."""
-        def attend(layer: int, qkv: Tensor) -> Tensor:
+        def attend(layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
             rows = len(tokens)
-            self._kv[layer][self._row_ids[:rows], position_ids] = qkv[:, 0, 1:]
-            keys, values = self._kv[layer, :rows, :kv_length].transpose(1, 3).unbind(2)  # [row, head, position, width]
-            q = qkv[:, :, 0].transpose(1, 2)
-            return F.scaled_dot_product_attention(q, keys, values, attn_mask=mask).transpose(1, 2)
+            for cache, new in ((self._keys, k), (self._values, v)):
+                cache[layer][self._row_ids[:rows], position_ids] = new[:, 0]
+            q, keys, values = (part.transpose(1, 2) for part in (  # -> [row, head, position, width]
+                q, self._keys[layer, :rows, :kv_length], self._values[layer, :rows, :kv_length]))
+            y = F.scaled_dot_product_attention(q, keys, values, attn_mask=mask, enable_gqa=self._is_grouped)
+            return y.transpose(1, 2)
 
         mask = None  # [b, 1, 1, position], added: 0 where a row has something
         if masked:

@@ -184,7 +184,7 @@ def open_model(source: ModelSource, groups: Groups) -> OpenedModel:
     else:
         opened = open_run_checkpoint(source.load or "", groups, source.step)
     tp, shape = groups.tp.size, opened.shape
-    widths = shape.num_attention_heads, shape.hidden_size, shape.ffn_size
+    widths = shape.kv_heads, shape.hidden_size, shape.ffn_size
     *most, last = [str(size) for size in range(1, gcd(*widths) + 1) if gcd(*widths) % size == 0]
     allowed = f"{', '.join(most)} and {last}" if most else last
     require(gcd(*widths) % tp == 0, f"--model-parallel-size {tp} does not divide {opened.name}, which has {widths[0]} "

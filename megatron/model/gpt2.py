@@ -1,4 +1,4 @@
-"""GPT-2: embeddings, blocks, final LayerNorm, and logits tied to the token embedding.
+"""GPT-2: embeddings, blocks, final norm, and logits tied to the token embedding; with the variations of ModelConfig.
 
 Parameter names are the logical names of checkpoints: `wte.weight`, `wpe.weight`, `blocks.0.ln_1.weight`, ... Shapes:
 b batch, s sequence, h hidden, V vocabulary. Vocabulary rows beyond the real vocabulary stay zero and never reach a
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from megatron import layer_drop
 from megatron.config.tree import ModelConfig, require
-from megatron.model.transformer import Block, GPT2Init, document_mask
+from megatron.model.transformer import Block, GPT2Init, document_mask, rotary_table
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group
@@ -37,10 +37,12 @@ class GPT2(nn.Module):
         padded = pad_vocab(config.known_vocab_size, config.make_vocab_size_divisible_by, tp.size)
         self.wte = VocabParallelEmbedding(config.known_vocab_size, config.hidden_size, init.weight("wte.weight"),
                                           padded_size=padded, tp=tp)
-        self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
+        self.wpe = None
+        if config.position_embedding_type == "learned_absolute":
+            self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp)
                                     for number in range(config.num_layers))
-        self.ln_f = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.ln_f = init.norm(config)
         # run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it.
         self.run_blocks: Callable[..., Tensor] = run_in_order
         # Called with the blocks that run, if layer dropping leaves some out.
@@ -88,17 +90,21 @@ class GPT2(nn.Module):
 
     def hidden_states(self, tokens: Tensor, positions: Tensor | None = None, segments: Tensor | None = None,
                       blocks: Iterable[Callable[..., Tensor]] | None = None) -> Tensor:
-        """[b, s] -> [b, s, h], after the final LayerNorm; `blocks` is by default all blocks."""
+        """[b, s] -> [b, s, h], after the final norm; `blocks` is by default all blocks."""
         if positions is None:
             length, longest = tokens.shape[1], self.config.max_position_embeddings
             require(length <= longest, f"a sequence of {length} tokens is longer than the {longest} positions of the "
                     "model; cut it, or give ModelConfig a larger max_position_embeddings")
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens) + self.wpe(positions)
+        x, rotary = self.wte(tokens), None
+        if self.wpe is not None:
+            x = x + self.wpe(positions)
+        else:
+            rotary = rotary_table(positions, self.config.head_size, self.config.rotary_base, x.dtype)
         if self.config.hidden_dropout:
             x = F.dropout(x, self.config.hidden_dropout, self.training)
         mask = None if segments is None else document_mask(segments)
-        x = self.run_blocks(list(self.blocks if blocks is None else blocks), x, mask)
+        x = self.run_blocks(list(self.blocks if blocks is None else blocks), x, mask, rotary)
         return self.ln_f(x)  # type: ignore[no-any-return]
 
     def logits(self, x: Tensor) -> Tensor:

@@ -1,7 +1,7 @@
-"""The pre-LayerNorm transformer block (causal self-attention and MLP, both tensor parallel), and initial weights.
+"""The pre-norm transformer block (causal self-attention and MLP, both tensor parallel), and initial weights.
 
-x + attention(LN(x)), then x + mlp(LN(x)). Shapes: b batch, s sequence, h hidden, n heads of this rank, d head width.
-`mask` is None for causal attention, or [b, 1, s, s] booleans (True: may attend) to keep documents apart. `scale`
+x + attention(norm(x)), then x + mlp(norm(x)). Shapes: b batch, s sequence, h hidden, n heads of this rank, g of them
+with keys and values of their own (grouped-query attention), d head width. `mask` is None for causal attention, or [b, 1, s, s] booleans (True: may attend) to keep documents apart. `scale`
 multiplies both branches (progressive layer dropping).
 
 Each initial value follows from the seed, the parameter's name and the element's position (`GPT2Init`). So a tensor
@@ -26,8 +26,9 @@ from mpu.random import get_rng_tracker
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, rng_key,
                              set_initializer, strided_segments_of)
 
-# [b, s, 3, n, d] queries, keys and values of the positions at work -> [b, s, n, d]; it also sees earlier positions
-CachedAttentionFn = Callable[[Tensor], Tensor]
+# Queries [b, s, n, d], keys and values [b, s, g, d] of the positions at work -> [b, s, n, d]; it also sees earlier
+# positions
+CachedAttentionFn = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class GPT2Init:
@@ -46,12 +47,14 @@ class GPT2Init:
     def residual_weight(self, name: str) -> CounterRNGInit:
         return replace(self.weight(name), std=self._std / math.sqrt(2.0 * self._layers))
 
-    def layer_norm(self, size: int, eps: float) -> nn.LayerNorm:
-        """A LayerNorm with weight 1 and bias 0."""
-        layer_norm = nn.LayerNorm(size, eps=eps)
-        for parameter, value in ((layer_norm.weight, 1.0), (layer_norm.bias, 0.0)):
-            set_initializer(parameter, ConstantInitializer(value), deferred=True)  # torch has already filled it
-        return layer_norm
+    def norm(self, config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
+        """Weight 1, and bias 0 if it has one."""
+        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
+        norm = kind(config.hidden_size, eps=config.layernorm_epsilon)
+        for name, parameter in norm.named_parameters():
+            value = ConstantInitializer(1.0 if name == "weight" else 0.0)
+            set_initializer(parameter, value, deferred=True)  # torch has already filled it
+        return norm
 
     def embedding(self, name: str, rows: int, width: int) -> nn.Embedding:
         """An embedding that is replicated over tensor parallel."""
@@ -65,29 +68,37 @@ class GPT2Init:
 
 
 class Attention(nn.Module):
-    """One column-parallel projection to q, k and v (stride 3: each is sharded by heads), attention over this rank's
-    heads, and one row-parallel projection back."""
+    """A column-parallel projection to q, k and v (stride 3: each is sharded by heads), attention over this rank's
+    heads, and a row-parallel projection back. Grouped-query attention has two projections, to q and to k and v."""
 
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
         h = config.hidden_size
-        self.heads = config.num_attention_heads // tp.size
-        self.head_width = h // config.num_attention_heads
-        self.dropout = config.attention_dropout
+        self.heads, self.kv_heads = config.num_attention_heads // tp.size, config.kv_heads // tp.size
+        self.head_width = config.head_size
+        self.dropout, self.qk_norm = config.attention_dropout, config.qk_norm
         self.heads_are_sharded = tp.size > 1
-        self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"), stride=3,
-                                        tp=tp)
+        if self.kv_heads == self.heads:
+            self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"),
+                                            stride=3, tp=tp)
+        else:
+            self.q = ColumnParallelLinear(h, h, gather_output=False, init_method=init.weight("q.weight"), tp=tp)
+            self.kv = ColumnParallelLinear(h, 2 * config.kv_heads * self.head_width, gather_output=False,
+                                           init_method=init.weight("kv.weight"), stride=2, tp=tp)
         self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
                                       tp=tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None, cached: CachedAttentionFn | None = None) -> Tensor:
+    def forward(self, x: Tensor, mask: Tensor | None, rotary: Tensor | None = None,
+                cached: CachedAttentionFn | None = None) -> Tensor:
         b, s, _ = x.shape
+        q, k, v = (part.view(b, s, -1, self.head_width) for part in self._project(x))
+        if self.qk_norm:
+            q, k = (F.rms_norm(part, (self.head_width,)) for part in (q, k))
+        if rotary is not None:
+            q, k = rotate(q, rotary), rotate(k, rotary)
         if cached is not None:
-            y = cached(self.qkv(x).unflatten(-1, (3, self.heads, self.head_width)))
-            return self.proj(y.flatten(2))  # type: ignore[no-any-return]
-        # [b, s, 3nd] -> three of [b, n, s, d]; the gradient of `split` is one copy into [b, s, 3nd]
-        q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
-                   for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
+            return self.proj(cached(q, k, v).flatten(2))  # type: ignore[no-any-return]
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [b, s, n or g, d] -> [b, n or g, s, d]
         dropout = self.dropout if self.training else 0.0
         if dropout and self.heads_are_sharded:  # each rank has other heads, so their dropout masks must differ
             with get_rng_tracker().fork():
@@ -97,9 +108,31 @@ class Attention(nn.Module):
         # [b, n, s, d] -> [b, s, nd]
         return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * self.head_width))  # type: ignore[no-any-return]
 
+    def _project(self, x: Tensor) -> tuple[Tensor, ...]:
+        """[b, s, h] -> [b, s, nd] of q, [b, s, gd] of k and of v."""
+        width = self.kv_heads * self.head_width
+        if self.kv_heads == self.heads:
+            return self.qkv(x).split(width, dim=-1)  # type: ignore[no-any-return]  # its gradient is one copy
+        return (self.q(x), *self.kv(x).split(width, dim=-1))
+
     @staticmethod
     def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                                              enable_gqa=q.shape[1] != k.shape[1])
+
+
+def rotary_table(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Tensor:
+    """Positions [..., s] -> cosines and sines [2, ..., s, 1, d / 2] of their angles, for `rotate`."""
+    exponents = torch.arange(0, head_width, 2, device=positions.device, dtype=torch.float32) / head_width
+    angles = positions[..., None, None].float() * base ** -exponents
+    return torch.stack((angles.cos(), angles.sin())).to(dtype)
+
+
+def rotate(x: Tensor, rotary: Tensor) -> Tensor:
+    """[b, s, n, d]: turns each pair (x[i], x[i + d / 2]) by the angle of its position, as Llama and GPT-NeoX do."""
+    cos, sin = rotary
+    first, second = x.chunk(2, dim=-1)
+    return torch.cat((first * cos - second * sin, second * cos + first * sin), dim=-1)
 
 
 def document_mask(segments: Tensor) -> Tensor:
@@ -113,27 +146,36 @@ class MLP(nn.Module):
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
         h, ffn = config.hidden_size, config.ffn_size
-        self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"), tp=tp)
+        self.activation = config.activation
+        gates = 2 if self.activation == "swiglu" else 1  # the gate and what it scales, in one product
+        self.fc = ColumnParallelLinear(h, gates * ffn, gather_output=False, init_method=init.weight("fc.weight"),
+                                       stride=gates, tp=tp)
         self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
                                       tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # type: ignore[no-any-return]
+        return self.proj(self._activate(self.fc(x)))  # type: ignore[no-any-return]
+
+    def _activate(self, x: Tensor) -> Tensor:
+        if self.activation == "swiglu":
+            gate, x = x.chunk(2, dim=-1)
+            return F.silu(gate) * x
+        return F.gelu(x, approximate="tanh") if self.activation == "gelu" else F.relu(x).square()
 
 
 class Block(nn.Module):
     def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
         super().__init__()
         self.dropout = config.hidden_dropout
-        self.ln_1 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.ln_1 = init.norm(config)
         self.attn = Attention(config, init.submodule("attn"), tp)
-        self.ln_2 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
+        self.ln_2 = init.norm(config)
         self.mlp = MLP(config, init.submodule("mlp"), tp)
 
-    def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None,
+    def forward(self, x: Tensor, mask: Tensor | None = None, rotary: Tensor | None = None, scale: float | None = None,
                 cached: CachedAttentionFn | None = None) -> Tensor:
         """[b, s, h] -> [b, s, h]"""
-        x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask, cached)), scale)
+        x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask, rotary, cached)), scale)
         return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
 
     def _apply_dropout(self, x: Tensor) -> Tensor:

@@ -389,20 +389,23 @@ class Activations:
         self.layernorm_stats = 2 * tokens * (FP32 if on_gpu else param_bytes)  # mean and 1/std of one LayerNorm
         dropout_mask = tokens * model.hidden_size * (1 if on_gpu else param_bytes) if model.hidden_dropout else 0
 
-        # attention: q, k, v and the output, each [T, h/t]
+        # attention: q and the output [T, h/t], k and v [T, h/t] or as many heads as they have
         is_unfused = not on_gpu and model.attention_dropout > 0
-        split = tokens * model.hidden_size // tp
+        queries, keys = (tokens * model.head_size * heads // tp for heads in (model.num_attention_heads, model.kv_heads))
         scores = tokens * sequence * model.num_attention_heads // tp * FP32  # an fp32 [s, s] for each head and sample
         if is_unfused:
-            attention = split * param_bytes + 3 * split * FP32 + 3 * scores
+            attention = queries * param_bytes + (queries + 2 * keys) * FP32 + 3 * scores
         else:
             rows = tokens * model.num_attention_heads // tp
             # documents that are kept apart give attention a mask
             mask = tokens * sequence * param_bytes if run.config.data.reset_attention_mask else 0
-            attention = 4 * split * param_bytes + rows * FP32 + mask
+            attention = 2 * (queries + keys) * param_bytes + rows * FP32 + mask
+        if model.qk_norm or model.position_embedding_type == "rope":  # beside those of the projection
+            attention += (queries + keys) * param_bytes
         streams = 4 * self.residual_bytes  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
         # Everything one block saves, its input included (the next block's input is its output).
-        self.block = streams + 2 * self.layernorm_stats + attention + 2 * self.mlp_bytes + 2 * dropout_mask
+        in_mlp = 4 if model.activation == "swiglu" else 2  # tensors [T, f/t]
+        self.block = streams + 2 * self.layernorm_stats + attention + in_mlp * self.mlp_bytes + 2 * dropout_mask
         # gradients of the residual stream; of GELU's output, while that of its input is computed
         # Peak of a block's backward beyond its saved tensors: gradients of activations.
         self.block_backward = self.residual_bytes + self.mlp_bytes

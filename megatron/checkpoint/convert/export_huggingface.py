@@ -43,6 +43,9 @@ def export_huggingface(checkpoint: Checkpoint, output: Path, shard_bytes: int = 
     in memory at a time. Prints the reason if no tokenizer files are written."""
     recorded = read_recorded_model(checkpoint)
     model, holds = recorded.shape, {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
+    if unlike := model.flags_unlike_gpt2():
+        raise ConfigError(f"tag {checkpoint.tag}: Hugging Face's GPT-2 has no {', '.join(unlike)}, with which this "
+                          "model was trained; use it with this program, or write its weights with zero_to_fp32.py")
     if holds != parameter_shapes(model):
         raise CheckpointError(f"tag {checkpoint.tag}: its weights are not those of this program's GPT-2 of "
                               f"{model.num_layers} layers (another model, or --memory-centric-tiled-linear); "
