@@ -55,7 +55,6 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
         "use --global-batch-size, which is --batch-size x data parallel size x accumulation", "1"),
     "train-samples lr-decay-samples lr-warmup-samples": "lengths are counted in optimizer steps: use --train-iters, "
     "--lr-decay-iters, --lr-warmup-iters",
-    "rampup-batch-size": "the batch size is constant: use --global-batch-size",
     "per-device-eval-batch-size": "leave it out: evaluation uses --batch-size",
     # learning rate and optimizer
     "lr-scheduler-type lr-scheduler lr-schedule": "use --lr-decay-style constant, linear, cosine, inverse-square-root "

@@ -171,6 +171,9 @@ class TrainConfig(ConfigSection):
     global_batch_size: int | None = setting(
         None, "samples per optimizer step (default: batch size x data parallel size)", common=True,
         json=JsonKey("train_batch_size", COUNT, is_independent=False, nullable=True), ge=1)
+    rampup_batch_size: tuple[str, ...] = setting(
+        (), "three numbers START INCREMENT SAMPLES: the batch of a step grows from START by INCREMENT to "
+        "--global-batch-size over this many samples", metavar="N")
     train_iters: int = setting(1000, "optimizer steps of the whole run", "max-iters", "max-steps", common=True, ge=0)
     eval_interval: int = setting(1000, "steps between evaluations; 0 turns them off", "eval-steps", common=True, ge=0)
     eval_iters: int = setting(100, "global batches per evaluation; 0 turns evaluations off", ge=0)
@@ -192,7 +195,21 @@ class TrainConfig(ConfigSection):
     deterministic: bool = setting(False, "on a GPU: only kernels that give the same bits in every run, slower ones if "
                                          "need be (docs/training.md)")
 
+    @property
+    def batch_ramp(self) -> tuple[int, int, int] | None:
+        """(first batch size, increment, samples until it is --global-batch-size)."""
+        if not self.rampup_batch_size:
+            return None
+        start, increment, samples = map(int, self.rampup_batch_size)
+        return start, increment, samples
+
     def check(self, errors: ErrorList) -> None:
+        given = self.rampup_batch_size
+        errors.require(not given or len(given) == 3 and all(each.isdecimal() and int(each) > 0 for each in given),
+                       "{rampup_batch_size} is {found}: expected three whole numbers, START INCREMENT SAMPLES",
+                       found=" ".join(given))
+        errors.require(not given or self.global_batch_size is not None, "{rampup_batch_size} needs "
+                       "{global_batch_size}: the size at its end")
         errors.require(self.compile is not False or not self.cuda_graphs, "{cuda_graphs} and {no compile} exclude each "
                        "other: only what is compiled is replayed; leave one out")
         errors.require(not self.skip_train or self.evaluates_every > 0, "{skip_train} leaves nothing to do with "

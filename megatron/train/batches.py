@@ -1,7 +1,7 @@
 """Samples -> micro-batches: which sample ids a step uses, and the tensors a forward takes.
 
-Step k of a run with global batch B uses ids [consumed, consumed + B) for any number of ranks, so `consumed` is the only
-data state. Micro-batch m of data-parallel rank r takes ids from (m * dp + r) * micro on.
+A step with global batch B uses ids [consumed, consumed + B) for any number of ranks, and B follows from `consumed`, so
+that `consumed` is the only data state. Micro-batch m of data-parallel rank r takes ids from (m * dp + r) * micro on.
 """
 
 from __future__ import annotations
@@ -51,14 +51,20 @@ class MicroBatchSampler:
     reset_position_ids: bool = False
     reset_attention_mask: bool = False
     eod_mask_loss: bool = False
+    ramp: tuple[int, int, int] | None = None  # (first global batch, increment, samples until it has its full size)
 
-    @property
-    def global_batch(self) -> int:
-        return self.micro_batch * self.accumulation * self.dp_size
+    def global_batch(self, consumed: int) -> int:
+        """Samples of the step that comes after `consumed` samples."""
+        full = self.micro_batch * self.accumulation * self.dp_size
+        if self.ramp is None or consumed >= self.ramp[2]:
+            return full
+        start, increment, samples = self.ramp
+        return start + consumed * ((full - start) // increment) // samples * increment  # equal numbers of samples each
 
     def micro_batch_ids(self, first: int) -> list[range]:
         """The ids of each micro-batch of this rank, for the step whose first id is `first`."""
-        starts = (first + (m * self.dp_size + self.dp_rank) * self.micro_batch for m in range(self.accumulation))
+        count = self.global_batch(first) // (self.micro_batch * self.dp_size)
+        starts = (first + (m * self.dp_size + self.dp_rank) * self.micro_batch for m in range(count))
         return [range(start, start + self.micro_batch) for start in starts]
 
     def load_batch(self, samples: Dataset, ids: range) -> Batch:
@@ -95,9 +101,14 @@ class BatchStream:
 
     def __init__(self, samples: Dataset, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
         self._samples, self._sampler = samples, sampler
-        self._first_ids = iter(range(first, first + steps * sampler.global_batch, sampler.global_batch))
+        self._first_ids = self._iter_first_ids(first, steps)
         self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None
         self._prefetched: deque[Future[list[Batch]]] = deque()
+
+    def _iter_first_ids(self, first: int, steps: int) -> Iterator[int]:
+        for _ in range(steps):
+            yield first
+            first += self._sampler.global_batch(first)
 
     def __iter__(self) -> Iterator[list[Batch]]:
         while True:

@@ -143,4 +143,4 @@ def micro_batch_sampler(config: Config, groups: Groups, tokenizer: Tokenizer) ->
     section = config.data
     return MicroBatchSampler(config.train.batch_size, config.accumulation(groups.dp.size), groups.dp.rank,
                              groups.dp.size, tokenizer.eod, section.reset_position_ids, section.reset_attention_mask,
-                             section.eod_mask_loss)
+                             section.eod_mask_loss, config.train.batch_ramp)

@@ -62,6 +62,7 @@ class CompletedStep:
     report: StepReport
     iteration: int
     consumed_samples: int
+    global_batch: int
     seconds: float
     drive: NvmeStats | None
     layer_drop: LayerDropMetrics | None
@@ -138,10 +139,11 @@ class Trainer:
             for batches in stream:
                 layer_drop = self._layer_drop_of_step()
                 report = self.train_step(batches)
+                global_batch = self.sampler.global_batch(state.consumed_samples)
                 state.iteration += 1
-                state.consumed_samples += self.sampler.global_batch
-                run.pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, *timer.lap(),
-                                                      layer_drop))
+                state.consumed_samples += global_batch
+                run.pending_logs.append(CompletedStep(report, state.iteration, state.consumed_samples, global_batch,
+                                                      *timer.lap(), layer_drop))
                 for hook in hooks:
                     hook(run)
                 if run.stop_reason:
@@ -162,6 +164,9 @@ class Trainer:
         """One optimizer step: forward and backward of each micro-batch, then the update. The loss sum and the stop
         requests are reduced over the ranks in the all-reduce of the step, as extra scalars."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
+        if len(batches) != self.engine.gradient_accumulation_steps():  # --rampup-batch-size
+            self.engine.finish_step()
+            self.engine.set_train_batch_size(len(batches) * self.sampler.micro_batch * self.sampler.dp_size)
         for batch in batches:
             # The fused loss computes its gradients in the forward, and needs the scale of the backward there. The loss
             # itself is not scaled.
@@ -233,14 +238,15 @@ class Trainer:
                 self.stop.is_stopping = True
 
     def _metrics(self, step: CompletedStep, loss_sum: float) -> StepMetrics:
-        report, global_batch, devices = step.report, self.sampler.global_batch, self.engine.groups.world.size
+        report, global_batch, devices = step.report, step.global_batch, self.engine.groups.world.size
         tokens = global_batch * self.config.seq_length / step.seconds  # a second, over all devices
         arithmetic_fraction = step.layer_drop.arithmetic_fraction if step.layer_drop else 1.0
         flops = tokens * flops_per_token(self.config.model, self.config.seq_length) * arithmetic_fraction
         tflops = flops / devices / 1e12
+        accumulation = global_batch // (self.sampler.micro_batch * self.sampler.dp_size)
         # Tensor parallel ranks hold equal losses, so the mean over the world is the mean over data parallel.
         return StepMetrics(
-            iteration=step.iteration, lm_loss=loss_sum / (self.sampler.accumulation * devices),
+            iteration=step.iteration, lm_loss=loss_sum / (accumulation * devices),
             grad_norm=report.grad_norm, learning_rate=report.lr, loss_scale=report.loss_scale,
             skipped=not report.applied, consumed_samples=step.consumed_samples,
             samples_digest=samples_digest(step.consumed_samples - global_batch, global_batch),

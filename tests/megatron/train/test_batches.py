@@ -19,7 +19,7 @@ from megatron.model import GPT2
 from megatron.train.batches import (BatchStream, MicroBatchSampler, document_numbers, positions_in_document,
                                     samples_digest)
 from tests.distributed import run_ranks
-from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train, write_corpus
+from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, total_digest, train, write_corpus
 
 EOD = 256
 
@@ -83,6 +83,38 @@ def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(tmp_p
                 for of_ranks in zip(*of_a_step, strict=True):
                     seen += [token for batch in of_ranks for token in batch.tokens[:, 0].tolist()]
         assert seen[:3 * epoch] == expected
+
+
+def test_the_batch_grows_in_equal_shares_of_the_samples() -> None:
+    for start, increment, samples, micro, dp in ((4, 4, 100, 2, 2), (16, 48, 1000, 8, 2), (8, 8, 3, 2, 1),
+                                                 (64, 1, 9, 1, 1)):
+        full = 64
+        rules = [rule(micro_batch=micro, accumulation=full // micro // dp, dp_rank=rank, dp_size=dp,
+                      ramp=(start, increment, samples)) for rank in range(dp)]
+        share = samples / max(1, (full - start) / increment)  # of one size, as Megatron-LM divides
+        consumed = 0
+        for _ in range(50):
+            size = min(full, start + int(consumed / share + 1e-9) * increment)
+            assert rules[0].global_batch(consumed) == size
+            ids = [one.micro_batch_ids(consumed) for one in rules]
+            assert [i for step in zip(*ids, strict=True) for part in step for i in part] == [*range(consumed,
+                                                                                                 consumed + size)]
+            consumed += size
+
+
+def test_a_run_with_a_growing_batch_resumes_bit_for_bit(tmp_path: Path) -> None:
+    run = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--batch-size", "2", "--global-batch-size", "8",
+           "--rampup-batch-size", "2", "2", "20", "--save-interval", "3", "--lr", "1e-2"]
+    once, twice, fixed = tmp_path / "once", tmp_path / "twice", tmp_path / "fixed"
+    train([*run, "--train-iters", "8", "--save", once, "--metrics-file", tmp_path / "metrics"])
+    train([*run, "--train-iters", "8", "--exit-interval", "3", "--save", twice])
+    train([*run, "--train-iters", "8", "--save", twice, "--load", twice])
+    assert total_digest(once) == total_digest(twice)
+    found = steps(tmp_path / "metrics")
+    assert [line["consumed_samples"] for line in found] == [2, 4, 6, 8, 12, 16, 22, 30]
+    small = run[:run.index("--global-batch-size")]
+    train([*small, "--train-iters", "4", "--lr", "1e-2", "--lr-decay-iters", "8", "--metrics-file", fixed])
+    assert [line["lm_loss"] for line in steps(fixed)] == [line["lm_loss"] for line in found[:4]]
 
 
 def test_targets_are_the_next_tokens() -> None:
