@@ -4,7 +4,8 @@ With m the largest logit of a row, over all ranks,
 
     lse = m + log(sum_j exp(x_j - m))      loss = lse - x_target      d loss / d x_j = exp(x_j - lse) - [j = target]
 
-needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. Columns at or beyond
+needs three numbers per row from the other ranks: the maximum, the sum, and the target's logit. With a z-loss (PaLM)
+`z_loss * lse^2` is added, and its gradient is `2 * z_loss * lse * exp(x_j - lse)`. Columns at or beyond
 `vocab_size` are padding: not in the sum, gradient zero. Arithmetic is fp32 whatever the dtype of the logits. The
 embedding and the data layer refuse targets outside the vocabulary.
 
@@ -48,17 +49,19 @@ SLAB_COLUMNS = 8192
 
 @dataclass(frozen=True)
 class VocabShard:
-    """This rank's columns of the logits: ids [first_id, first_id + num_columns) are its real (unpadded) tokens."""
+    """This rank's columns of the logits: ids [first_id, first_id + num_columns) are its real (unpadded) tokens. And
+    the factor of the z-loss."""
 
     tp: Group
     first_id: int
     num_columns: int
+    z_loss: float = 0.0
 
     @staticmethod
-    def of(local_size: int, tp: Group, vocab_size: int | None) -> VocabShard:
+    def of(local_size: int, tp: Group, vocab_size: int | None, z_loss: float = 0.0) -> VocabShard:
         first = tp.rank * local_size
         real = local_size if vocab_size is None else max(0, min(local_size, vocab_size - first))
-        return VocabShard(tp, first, real)
+        return VocabShard(tp, first, real, z_loss)
 
     def locate(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """target [n] -> (is the target among this rank's columns [n], its local column or 0 [n])."""
@@ -79,7 +82,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | Non
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *,
                          vocab_size: int | None = None, loss_weight: Tensor | None = None, grad_scale: float = 1.0,
-                         weight_main_grad: MainGrad | None = None) -> Tensor:
+                         weight_main_grad: MainGrad | None = None, z_loss: float = 0.0) -> Tensor:
     """The loss of logits hidden @ weight.T without materializing them: hidden [N, H], weight [V / tp, H], target [N].
 
     With `loss_weight` [N]: the weighted mean of the losses (0 if all weights are 0). Forward computes its gradients,
@@ -89,7 +92,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
     Without it: the losses [N]. Backward computes the logits again, since the gradient of each loss is not known before.
 
     `hidden` is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it."""
-    shard = VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size)
+    shard = VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size, z_loss)
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
@@ -241,11 +244,12 @@ def losses_of_chunk(logits: Tensor, target: Tensor, shard: VocabShard, row_scale
         return _losses_by_blocks(logits, target, shard, row_scale)
     first, columns = shard.first_id, shard.num_columns
     if shard.tp.is_solo and row_scale is not None:
-        return cast(Tensor, kernel.losses_and_gradients(logits, target, columns, row_scale))
+        return cast(Tensor, kernel.losses_and_gradients(logits, target, columns, row_scale, shard.z_loss))
     top, total, at_target = _combine_summaries(shard, kernel.summaries_of(logits, target, first, columns))
     if row_scale is not None:
-        kernel.write_gradients(logits, target, first, columns, top, total, row_scale)
-    return cast(Tensor, total.log() + (top - at_target))
+        kernel.write_gradients(logits, target, first, columns, top, total, row_scale, shard.z_loss)
+    losses = total.log() + (top - at_target)
+    return cast(Tensor, losses + shard.z_loss * (top + total.log()).square() if shard.z_loss else losses)
 
 
 @cache
@@ -287,6 +291,8 @@ def _losses_of_block(logits: Tensor, target: Tensor, shard: VocabShard, row_scal
         log_p.fill_(-torch.inf)
     if shard.tp.is_solo:
         losses = -at_target
+        if shard.z_loss:
+            global_lse = logits.gather(1, column.unsqueeze(1)).squeeze(1).float() - at_target
     else:
         lse = torch.full_like(at_target, -torch.inf)
         if shard.num_columns:  # what log_softmax subtracted: recovered at the largest logit, where rounding is smallest
@@ -298,8 +304,12 @@ def _losses_of_block(logits: Tensor, target: Tensor, shard: VocabShard, row_scal
         global_lse = largest + total.log()
         losses = global_lse - logit
         log_p += (lse - global_lse).unsqueeze(1)
+    if shard.z_loss:
+        losses = losses + shard.z_loss * global_lse.square()
     if row_scale is not None:
         gradient = log_p.exp_()
+        if shard.z_loss:
+            gradient.mul_((1 + 2 * shard.z_loss * global_lse).unsqueeze(1))
         if gradient.shape[1]:  # minus 1 in the column of the target, on the rank that has it
             gradient.scatter_add_(1, column.unsqueeze(1), -is_local.unsqueeze(1).float())
         logits.copy_(gradient.mul_(row_scale.unsqueeze(1)))

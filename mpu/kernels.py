@@ -80,27 +80,29 @@ def row_summary_kernel(logits, stride, targets, first, columns, tops, totals, at
 
 
 @triton.jit
-def gradient_kernel(logits, stride, targets, first, columns, tops, totals, scales, WIDTH: tl.constexpr,
+def gradient_kernel(logits, stride, targets, first, columns, tops, totals, scales, z_loss, WIDTH: tl.constexpr,
                     BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
-    scale = tl.load(scales + number)
-    factor = scale / tl.load(totals + number)
-    _write_row_gradient(row, column, columns, tl.load(tops + number), factor, scale, WIDTH, BLOCK)
+    scale, top, total = tl.load(scales + number), tl.load(tops + number), tl.load(totals + number)
+    factor = scale / total * (1.0 + 2.0 * z_loss * (top + tl.log(total)))
+    _write_row_gradient(row, column, columns, top, factor, scale, WIDTH, BLOCK)
 
 
 @triton.jit
-def loss_and_gradient_kernel(logits, stride, targets, first, columns, scales, losses, WIDTH: tl.constexpr,
+def loss_and_gradient_kernel(logits, stride, targets, first, columns, scales, losses, z_loss, WIDTH: tl.constexpr,
                              BLOCK: tl.constexpr):
     number = tl.program_id(0).to(tl.int64)
     row = logits + number * stride
     # read before the row is overwritten
     column, logit = _target_column_and_logit(row, tl.load(targets + number), first, columns)
     top, total = _row_max_and_sum(row, columns, WIDTH, BLOCK)
-    tl.store(losses + number, tl.log(total) + (top - logit))
+    lse = top + tl.log(total)
+    tl.store(losses + number, tl.log(total) + (top - logit) + z_loss * lse * lse)
     scale = tl.load(scales + number)
-    _write_row_gradient(row, column, columns, top, scale / total, scale, WIDTH, BLOCK)
+    factor = scale / total * (1.0 + 2.0 * z_loss * lse)
+    _write_row_gradient(row, column, columns, top, factor, scale, WIDTH, BLOCK)
 
 
 @triton.jit
@@ -141,15 +143,16 @@ def summaries_of(logits: Tensor, target: Tensor, first: int, columns: int) -> Te
 
 
 def write_gradients(logits: Tensor, target: Tensor, first: int, columns: int, top: Tensor, total: Tensor,
-                    row_scale: Tensor) -> None:
+                    row_scale: Tensor, z_loss: float = 0.0) -> None:
     """logits [N, width] <- the gradient of sum(row_scale * losses)."""
-    _launch(gradient_kernel, logits, logits.stride(0), target, first, columns, top, total, row_scale)
+    _launch(gradient_kernel, logits, logits.stride(0), target, first, columns, top, total, row_scale, z_loss)
 
 
-def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale: Tensor) -> Tensor:
+def losses_and_gradients(logits: Tensor, target: Tensor, columns: int, row_scale: Tensor,
+                         z_loss: float = 0.0) -> Tensor:
     """Losses [N]; logits <- the gradient of sum(row_scale * losses)."""
     losses = torch.empty(len(logits), dtype=torch.float32, device=logits.device)
-    _launch(loss_and_gradient_kernel, logits, logits.stride(0), target, 0, columns, row_scale, losses)
+    _launch(loss_and_gradient_kernel, logits, logits.stride(0), target, 0, columns, row_scale, losses, z_loss)
     return losses
 
 

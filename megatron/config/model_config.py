@@ -39,8 +39,8 @@ PRESETS: dict[str, dict[str, Any]] = {
 
 
 # Fields of ModelConfig that training alone reads, or that change neither logical weights nor their use.
-_NOT_ARCHITECTURE = ("make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "init_method_std",
-                     "memory_centric_tiled_linear")
+_NOT_ARCHITECTURE = ("make_vocab_size_divisible_by", "attention_dropout", "hidden_dropout", "z_loss",
+                     "init_method_std", "memory_centric_tiled_linear")
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -68,6 +68,8 @@ class ModelConfig(ConfigSection):
                                            "attention heads (default: as many)", "num-key-value-heads", ge=1)
     activation: Literal["gelu", "squared_relu", "swiglu"] = setting("gelu", "activation of the MLP")
     layernorm_epsilon: float = setting(1e-5, "epsilon of every norm", "norm-epsilon", gt=0)
+    z_loss: float = setting(0.0, "training loss: add this times the square of log(sum(exp(logits))), 1e-4 is usual; 0 "
+                                 "turns it off", ge=0)
     init_method_std: float = setting(0.02, "standard deviation of the initial weights", gt=0)
     memory_centric_tiled_linear: bool = setting(False, "cut each weight matrix of a block into tiles, so that stage 3 "
                                                        "gathers one tile at a time")

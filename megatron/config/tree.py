@@ -164,9 +164,9 @@ class Config:
         if (ramp := self.train.batch_ramp) is not None and batch is not None:
             start, increment, _ = ramp
             require(start % (micro * dp) == 0 == increment % (micro * dp) and start <= batch
-                    and (batch - start) % increment == 0, f"--rampup-batch-size {start} {increment}: expected multiples "
-                    f"of --batch-size {micro} x data parallel size {dp} = {micro * dp} that lead from START to "
-                    f"--global-batch-size {batch} in whole increments")
+                    and (batch - start) % increment == 0, f"--rampup-batch-size {start} {increment}: expected "
+                    f"multiples of --batch-size {micro} x data parallel size {dp} = {micro * dp} that lead from START "
+                    f"to --global-batch-size {batch} in whole increments")
         profile = self.profile
         require(profile.profile_steps is None or profile.profile_rank < world_size, f"--profile-rank "
                 f"{profile.profile_rank} is not one of the {world_size} ranks, which are numbered from 0")

@@ -80,7 +80,8 @@ class GPT2(nn.Module):
         weight = counted if loss_weight is None else loss_weight * counted
         return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
                                     vocab_size=self.config.known_vocab_size, loss_weight=weight.flatten(),
-                                    grad_scale=grad_scale, weight_main_grad=self.wte.weight_main_grad)
+                                    grad_scale=grad_scale, weight_main_grad=self.wte.weight_main_grad,
+                                    z_loss=self.config.z_loss if self.training else 0.0)
 
     def _choose_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
         """The blocks that run in this step. The others are not called, so the engine does not gather them."""

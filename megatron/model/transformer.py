@@ -1,8 +1,9 @@
 """The pre-norm transformer block (causal self-attention and MLP, both tensor parallel), and initial weights.
 
 x + attention(norm(x)), then x + mlp(norm(x)). Shapes: b batch, s sequence, h hidden, n heads of this rank, g of them
-with keys and values of their own (grouped-query attention), d head width. `mask` is None for causal attention, or [b, 1, s, s] booleans (True: may attend) to keep documents apart. `scale`
-multiplies both branches (progressive layer dropping).
+with keys and values of their own (grouped-query attention), d head width. `mask` is None for causal attention, or
+[b, 1, s, s] booleans (True: may attend) to keep documents apart. `scale` multiplies both branches (progressive layer
+dropping). `rotary` is None, or the table of rotary positions.
 
 Each initial value follows from the seed, the parameter's name and the element's position (`GPT2Init`). So a tensor
 parallel run starts from the same values as one process, and a rank draws only its own slice. With `deferred` parameters

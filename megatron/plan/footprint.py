@@ -391,7 +391,8 @@ class Activations:
 
         # attention: q and the output [T, h/t], k and v [T, h/t] or as many heads as they have
         is_unfused = not on_gpu and model.attention_dropout > 0
-        queries, keys = (tokens * model.head_size * heads // tp for heads in (model.num_attention_heads, model.kv_heads))
+        queries, keys = (tokens * model.head_size * heads // tp
+                         for heads in (model.num_attention_heads, model.kv_heads))
         scores = tokens * sequence * model.num_attention_heads // tp * FP32  # an fp32 [s, s] for each head and sample
         if is_unfused:
             attention = queries * param_bytes + (queries + 2 * keys) * FP32 + 3 * scores

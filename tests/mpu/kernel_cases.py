@@ -51,32 +51,35 @@ def _logits(rows: int, columns: int, width: int, dtype: torch.dtype) -> tuple[Te
     return logits.to(DEVICE), target.to(DEVICE), scale.to(DEVICE)
 
 
-def _exact(logits: Tensor, target: Tensor, scale: Tensor, columns: int) -> tuple[Tensor, Tensor]:
+def _exact(logits: Tensor, target: Tensor, scale: Tensor, columns: int, z_loss: float = 0.0) -> tuple[Tensor, Tensor]:
     x = logits[:, :columns].double().requires_grad_()
-    losses = torch.nn.functional.cross_entropy(x, target, reduction="none")
+    losses = torch.nn.functional.cross_entropy(x, target, reduction="none") + z_loss * x.logsumexp(1).square()
     (losses * scale).sum().backward()
     assert x.grad is not None
     return losses.detach(), x.grad
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("shape, dtype", CASES)
-def test_losses_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, int, int]) -> None:
+def test_losses_and_gradients_are_those_of_float64(dtype: torch.dtype, shape: tuple[int, int, int],
+                                                   z_loss: float) -> None:
     logits, target, scale = _logits(*shape, dtype)
-    losses, gradient = _exact(logits, target, scale, shape[1])
-    found = kernels.losses_and_gradients(logits, target, shape[1], scale)
+    losses, gradient = _exact(logits, target, scale, shape[1], z_loss)
+    found = kernels.losses_and_gradients(logits, target, shape[1], scale, z_loss)
     torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)  # fp32 inside
     torch.testing.assert_close(logits[:, :shape[1]].double(), gradient, rtol=ROUNDING[dtype], atol=1e-6)
     assert not logits[:, shape[1]:].any() and not logits[2:3].any()
 
 
+@pytest.mark.parametrize("z_loss", [0.0, 0.01])
 @pytest.mark.parametrize("shape, dtype", CASES)
 def test_the_kernels_of_a_split_vocabulary_compute_the_whole_softmax(
-    dtype: torch.dtype, shape: tuple[int, int, int], monkeypatch: pytest.MonkeyPatch
+    dtype: torch.dtype, shape: tuple[int, int, int], z_loss: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Two ranks, one after the other: the second has the columns of the first, and the targets are the first's."""
     rows, columns, width = shape
     logits, target, scale = _logits(*shape, dtype)
-    losses, gradient = _exact(torch.cat([logits[:, :columns]] * 2, 1), target, scale, 2 * columns)
+    losses, gradient = _exact(torch.cat([logits[:, :columns]] * 2, 1), target, scale, 2 * columns, z_loss)
     summaries = [kernels.summaries_of(logits, target, first, columns) for first in (0, columns)]
     monkeypatch.setattr(cross_entropy, "load_kernels", lambda *which: kernels)
     monkeypatch.setattr(cross_entropy, "on_accelerator", lambda x: True)
@@ -84,7 +87,7 @@ def test_the_kernels_of_a_split_vocabulary_compute_the_whole_softmax(
     monkeypatch.setattr(cross_entropy, "all_gather", lambda local, tp, dim: torch.stack(summaries, 1))
     for rank in range(2):
         place = logits.clone()
-        shard = VocabShard(Group(rank, 2, (0, 1)), rank * columns, columns)
+        shard = VocabShard(Group(rank, 2, (0, 1)), rank * columns, columns, z_loss)
         found = cross_entropy.losses_of_chunk(place, target, shard, scale)
         torch.testing.assert_close(found.double(), losses, rtol=2e-6, atol=2e-6)  # fp32 inside
         torch.testing.assert_close(place[:, :columns].double(), gradient[:, rank * columns:][:, :columns],

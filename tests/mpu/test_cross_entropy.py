@@ -104,8 +104,8 @@ def in_chunks_of(rows: int) -> Any:
     return patch("mpu.cross_entropy.rows_per_chunk", lambda hidden, width: rows)
 
 
-FUSED = [*product(DTYPES, (True, False), ((4, 8.0), (100, 1.0)))]
-"""dtype, whether the mean is wanted, and rows of a chunk (several uneven chunks, and one) with the scale."""
+FUSED = [*product(DTYPES, (True, False), ((4, 8.0, 0.0), (100, 1.0, 0.0), (4, 1.0, 0.01)))]
+"""dtype, whether the mean is wanted, and rows of a chunk (several uneven chunks, and one) with scale and z-loss."""
 
 
 def _fused(rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
@@ -114,11 +114,11 @@ def _fused(rank: int, world: int) -> list[tuple[Tensor, Tensor, Tensor]]:
 
 
 def _from_hidden(rank: int, world: int, tp: Group, dtype: torch.dtype, mean: bool, chunk_rows: int,
-                 scale: float) -> tuple[Tensor, Tensor, Tensor]:
+                 scale: float, z_loss: float) -> tuple[Tensor, Tensor, Tensor]:
     hidden, weight, target, loss_weight = _case(dtype)
     hidden.requires_grad_()
     local = weight.chunk(world)[rank].clone().requires_grad_()
-    given: dict[str, Any] = {"vocab_size": VOCAB, "loss_weight": loss_weight if mean else None}
+    given: dict[str, Any] = {"vocab_size": VOCAB, "loss_weight": loss_weight if mean else None, "z_loss": z_loss}
     with in_chunks_of(chunk_rows):
         result = linear_cross_entropy(hidden, local, target, tp, grad_scale=scale, **given)
         total = result if mean else (result * loss_weight).sum() / loss_weight.sum()
@@ -132,10 +132,11 @@ def _from_hidden(rank: int, world: int, tp: Group, dtype: torch.dtype, mean: boo
 
 @pytest.mark.parametrize("world", [1, 4])
 def test_fused_loss_and_gradients_equal_the_plain_graph(world: int) -> None:
-    for (dtype, mean, _), *results in zip(FUSED, *run_ranks(_fused, world), strict=True):
+    for (dtype, mean, (*_, z_loss)), *results in zip(FUSED, *run_ranks(_fused, world), strict=True):
         hidden, weight, target, loss_weight = _case(dtype)
         h, w = hidden.float().requires_grad_(), weight.float().requires_grad_()
-        losses = F.cross_entropy(F.linear(h, w[:VOCAB]), target, reduction="none")
+        logits = F.linear(h, w[:VOCAB])
+        losses = F.cross_entropy(logits, target, reduction="none") + z_loss * logits.logsumexp(1).square()
         expected = (losses * loss_weight).sum() / loss_weight.sum()
         expected.backward()
         for value, d_hidden, _ in results:

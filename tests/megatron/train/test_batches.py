@@ -97,9 +97,8 @@ def test_the_batch_grows_in_equal_shares_of_the_samples() -> None:
             size = min(full, start + int(consumed / share + 1e-9) * increment)
             assert rules[0].global_batch(consumed) == size
             ids = [one.micro_batch_ids(consumed) for one in rules]
-            assert [i for step in zip(*ids, strict=True) for part in step for i in part] == [*range(consumed,
-                                                                                                 consumed + size)]
-            consumed += size
+            before, consumed = consumed, consumed + size
+            assert [i for step in zip(*ids, strict=True) for part in step for i in part] == [*range(before, consumed)]
 
 
 def test_a_run_with_a_growing_batch_resumes_bit_for_bit(tmp_path: Path) -> None:
