@@ -133,7 +133,7 @@ class _DecompressedBlocks(io.RawIOBase):
 
     def __init__(self, blocks: Iterator[bytes], until_damage: bool) -> None:
         self._blocks, self._until_damage = blocks, until_damage
-        self._rest = memoryview(b"")
+        self._rest, self._position = memoryview(b""), 0
         self.damage: CorruptStreamError | None = None
 
     def readable(self) -> bool:
@@ -149,7 +149,11 @@ class _DecompressedBlocks(io.RawIOBase):
             raise self.damage
         count = min(len(buffer), len(self._rest))
         buffer[:count], self._rest = self._rest[:count], self._rest[count:]
+        self._position += count
         return count
+
+    def tell(self) -> int:
+        return self._position
 
 
 class DecompressedFile(io.BufferedReader):

@@ -1,10 +1,11 @@
-"""Input files of any format to documents, in work units of equal size: every line, file or array element gives one
-`ReadResult`, good or bad, in order.
+"""Input files of any format to documents, in work units of equal size: every line, file, record, row or array element
+gives one `ReadResult`, good or bad, in order.
 
 A *unit* is some files, or ranges of lines of them, that become one output shard. Units depend only on the files and the
 shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
-`jsonl`, `array` (one JSON array of objects), `object`, `text`, `html`, `urls` (one address per line). Only blank lines
-and a leading byte order mark are skipped silently. `max_bytes` bounds memory: longer documents are reported, not held.
+`jsonl`, `array` (one JSON array of objects), `object`, `text`, `html`, `urls` (one address per line), `warc` (pages of
+WARC files, texts of WET files), `parquet`. Only blank lines, a leading byte order mark, and the records of WARC files
+that hold no answer of a server (requests, metadata) are skipped silently. `max_bytes` bounds memory: longer documents are reported, not held.
 """
 
 from __future__ import annotations
@@ -28,8 +29,10 @@ from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8
 from data.webtext.extract import NOT_TEXT, decode_page
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
-                    ".htm": "html", ".xhtml": "html"}
-FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls")
+                    ".htm": "html", ".xhtml": "html", ".warc": "warc", ".wet": "warc", ".parquet": "parquet"}
+FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls", "warc", "parquet")
+# Types that servers give pages and plain texts; other answers are dropped.
+PAGE_TYPES = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "text", "": "html"}
 ON_ERROR = ("strict", "skip", "replace")
 UNREADABLE = "unreadable"
 # Archives: (name, offset, signature).
@@ -39,6 +42,7 @@ ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar",
 UNPACK_HINT = "archives are not read; unpack it into a folder and give that"
 
 ARRAY_READ_BYTES = 1 << 18
+PARQUET_ROWS = 100  # read at a time
 _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
 _INSIDE_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
@@ -79,12 +83,15 @@ class ReadResult:
     size: int  # bytes read, including the line end
     value: Document | DocumentError
     repairs: tuple[str, ...] = ()
+    drop_reason: str = ""  # why the document is none for the corpus, such as an image; empty: it is one
 
     def location(self) -> str:
         """`file:line (byte offset)`. Counts lines from the start, so use it for errors only."""
         path = self.source.path
         if self.source.format in ("text", "html", "object"):
             return path
+        if self.source.format in ("warc", "parquet"):
+            return f"{path} ({'byte' if self.source.format == 'warc' else 'row'} {self.offset})"
         return f"{path}:{line_number(path, self.offset)} (byte {self.offset})"
 
 
@@ -196,7 +203,15 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
         end = source.start
         by_lines = source.format in ("jsonl", "urls")
         try:
+            if source.format == "parquet":
+                yield from _parquet_rows(source, options)
+                continue
             with open_decompressed(source.path, until_damage=by_lines) as file:
+                if source.format == "warc":
+                    for result in _warc_records(file, source, options):
+                        yield result
+                        end = result.offset + result.size
+                    continue
                 if by_lines:
                     documents = _raw_lines(file, source, options)
                 elif source.format == "array":
@@ -231,6 +246,60 @@ def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptio
                 yield offset, size, line
     if file.damage:
         raise file.damage
+
+
+def _warc_records(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
+    """Pages that servers gave (`response`), and texts made of pages (`conversion`, in WET files). Raises OSError at
+    damage."""
+    from fastwarc.warc import ArchiveIterator, WarcRecordType
+
+    kinds = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
+    for record in ArchiveIterator(file, stream_detect=False, record_types=kinds, parse_http=False):
+        offset, size, url = record.stream_pos, record.content_length, record.headers.get("WARC-Target-URI")
+        kind: str | None = "text"
+        content = record.reader.read(options.max_bytes)
+        found = len(content)
+        while found < size and (more := record.reader.read(ARRAY_READ_BYTES)):  # too long: only looked whether it is whole
+            content, found = None, found + len(more)
+        if found < size:
+            raise OSError(f"the record at byte {offset} ends too early")
+        if content is not None and record.is_http:
+            record.set_bytes_content(content)
+            record.parse_http(auto_decode="all")  # also what is compressed or in chunks
+            content, status = record.reader.read(options.max_bytes + 1), record.http_headers.status_code
+            kind = PAGE_TYPES.get((record.http_content_type or "").lower())
+            if status != 200 or kind is None:
+                reason = f"status {status}" if status != 200 else "no page"
+                yield ReadResult(source, offset, size, Document("", url, {"file": source.name}), (), reason)
+                continue
+        value, repairs = _parse_raw(replace(source, format=kind or "text"), offset, content,
+                                    replace(options, charset=options.charset or record.http_charset))
+        yield ReadResult(source, offset, size, replace(value, url=url) if isinstance(value, Document) else value,
+                         repairs)
+
+
+def _parquet_rows(source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
+    """The columns of text and address, a few rows in memory at a time."""
+    try:
+        from pyarrow import ArrowException, parquet
+    except ImportError as error:
+        raise DataError(f"{source.path}: reading Parquet needs a package: pip install pyarrow") from error
+    try:
+        file = parquet.ParquetFile(source.path)
+        columns = [key for key in (options.text_key, options.url_key) if key in file.schema_arrow.names]
+        if options.text_key not in columns:
+            raise DataError(f"{source.path}: no column {options.text_key!r}; found "
+                            f"{', '.join(file.schema_arrow.names)} (see --text-key)")
+        rows = (row for batch in file.iter_batches(PARQUET_ROWS, columns=columns) for row in batch.to_pylist())
+        for number, row in enumerate(rows):
+            text, url = row[options.text_key], row.get(options.url_key)
+            value: Document | DocumentError = Document(text, url) if isinstance(text, str) else DocumentError(
+                "wrong type", f"column {options.text_key!r}: expected text, found {type(text).__name__}")
+            if isinstance(text, str) and len(text.encode()) > options.max_bytes:
+                value = DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
+            yield ReadResult(source, number, len(text.encode()) if isinstance(text, str) else 0, value)
+    except ArrowException as error:
+        raise OSError(f"not Parquet that can be read: {error}") from error
 
 
 def array_elements(file: DecompressedFile | BytesIO, limit: int) -> Iterator[RawDocument]:

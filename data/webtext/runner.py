@@ -385,7 +385,9 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
         for result in read_unit(unit, reading):
             counts.repaired.update(result.repairs)
             outcome: Document | DroppedDocument | DocumentError = result.value
-            if isinstance(outcome, Document):
+            if result.drop_reason:
+                outcome = DroppedDocument(result.drop_reason)
+            elif isinstance(outcome, Document):
                 try:
                     outcome = function(outcome)
                 except DataError:  # of the stage itself, such as a missing package

@@ -67,6 +67,75 @@ def test_every_format_is_read_compressed_or_not(tmp_path: Path, compression: str
         Document("", "http://a.org"), Document("", "http://b.org")]
 
 
+def warc_record(kind: str, url: str, block: bytes, content_type: str) -> bytes:
+    return (f"WARC/1.0\r\nWARC-Type: {kind}\r\nWARC-Target-URI: {url}\r\nWARC-Record-ID: <urn:uuid:{url}>\r\n"
+            f"WARC-Date: 2024-01-01T00:00:00Z\r\nContent-Type: {content_type}\r\nContent-Length: {len(block)}"
+            "\r\n\r\n").encode() + block + b"\r\n\r\n"
+
+
+def answer(body: bytes, kind: str = "text/html", status: str = "200 OK", headers: str = "") -> bytes:
+    return f"HTTP/1.1 {status}\r\nContent-Type: {kind}\r\n{headers}\r\n".encode() + body
+
+
+HTTP = "application/http; msgtype=response"
+CRAWL = [warc_record("warcinfo", "i", b"software: x\r\n", "application/warc-fields"),
+         warc_record("request", "http://a/1", b"GET / HTTP/1.1\r\n\r\n", "application/http; msgtype=request")] + [
+    warc_record("response", f"http://a/{number}", block, HTTP) for number, block in enumerate([
+        answer(b"<p>caf\xe9", "text/html; charset=ISO-8859-1"),
+        answer(gzip.compress("<p>\u00e4".encode()), headers="Content-Encoding: gzip\r\n"),
+        answer(b"5\r\n<p>in\r\n7\r\n chunks\r\n0\r\n\r\n", headers="Transfer-Encoding: chunked\r\n"),
+        answer(b"\x89PNG", "image/png"), answer(b"<p>gone", status="404 Not Found"),
+        answer(b"plain", "Text/Plain"), answer(b"<p>" + b"x" * 5000)])]
+CRAWL.append(warc_record("conversion", "http://b/", "text of \u00e4 page\n".encode(), "text/plain"))
+FATES: list[tuple[str, str | None]] = [
+    ("<p>caf\u00e9", ""), ("<p>\u00e4", ""), ("<p>in chunks", ""), ("", "no page"), ("", "status 404"), ("plain", ""),
+    ("too long", None), ("text of \u00e4 page\n", "")]
+
+
+def fates(reads: list[ReadResult]) -> list[tuple[str, str | None]]:
+    return [(read.value.reason, None) if isinstance(read.value, DocumentError) else (read.value.text, read.drop_reason)
+            for read in reads]
+
+
+@pytest.mark.parametrize("suffix", [".warc", ".warc.gz", ".warc.wet.zst"])
+def test_pages_of_a_crawl_have_the_fate_that_was_planted(tmp_path: Path, suffix: str) -> None:
+    path = tmp_path / f"crawl{suffix}"
+    compress = COMPRESS[path.suffix if path.suffix in COMPRESS else ""]
+    path.write_bytes(b"".join(map(compress, CRAWL)))  # each record by itself, as crawlers compress
+    reads = read_all([path], WebReadOptions(max_bytes=1000))
+    assert fates(reads) == FATES
+    assert [one.value.url for one in reads if isinstance(one.value, Document)] == [
+        *(f"http://a/{number}" for number in range(6)), "http://b/"]
+    whole = b"".join(CRAWL)
+    assert all(whole[one.offset:].startswith(b"WARC/1.0") for one in reads)
+
+
+def test_a_crawl_that_is_cut_or_damaged_gives_all_records_before(tmp_path: Path) -> None:
+    path, whole = tmp_path / "crawl.warc", b"".join(CRAWL)
+    options = WebReadOptions(max_bytes=1000)
+    for stop in (len(whole) - 5, len(whole) - 300, whole.index(b"chunks"), whole.index(b"<p>caf")):
+        path.write_bytes(whole[:stop])
+        found = fates(read_all([path], options))
+        assert found[-1] == ("unreadable", None) and found[:-1] == FATES[:len(found) - 1]
+    at = whole.index(CRAWL[4])
+    path.write_bytes(whole[:at] + b"garbage" + whole[at:])
+    assert fates(read_all([path], options)) == [*FATES[:2], ("unreadable", None)]
+
+
+def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
+    arrow, parquet = pytest.importorskip("pyarrow"), pytest.importorskip("pyarrow.parquet")
+    path = tmp_path / "rows.parquet"
+    texts = [f"text {number}" for number in range(250)] + [None, "x" * 2000]
+    parquet.write_table(arrow.table({"text": texts, "url": [None] * 251 + ["u"], "other": [0] * 252}), path)
+    reads = read_all([path], WebReadOptions(max_bytes=1000))
+    assert documents(reads[:250]) == [Document(text) for text in texts[:250] if text]
+    assert reasons(reads[250:]) == ["wrong type", "too long"]
+    with pytest.raises(DataError, match="no column 'body'; found text, url, other"):
+        read_all([path], WebReadOptions(text_key="body"))
+    path.write_bytes(path.read_bytes()[:-9])
+    assert reasons(read_all([path])) == ["unreadable"]
+
+
 def test_what_ends_a_line_and_what_does_not(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes('\ufeff{"text": "a"}\r\n\n   \n\r\n{"text": "b\u2028\u0085"}\n{"text": "c"}'.encode())
