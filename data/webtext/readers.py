@@ -5,7 +5,8 @@ A *unit* is some files, or ranges of lines of them, that become one output shard
 shard size, so every machine computes the same ones. Only uncompressed line formats are cut. Formats:
 `jsonl`, `array` (one JSON array of objects), `object`, `text`, `html`, `urls` (one address per line), `warc` (pages of
 WARC files, texts of WET files), `parquet`. Only blank lines, a leading byte order mark, and the records of WARC files
-that hold no answer of a server (requests, metadata) are skipped silently. `max_bytes` bounds memory: longer documents are reported, not held.
+that hold no answer of a server (requests, metadata) are skipped silently. `max_bytes` bounds memory: longer documents
+are reported, not held.
 """
 
 from __future__ import annotations
@@ -257,9 +258,9 @@ def _warc_records(file: DecompressedFile, source: SourceFile, options: WebReadOp
     for record in ArchiveIterator(file, stream_detect=False, record_types=kinds, parse_http=False):
         offset, size, url = record.stream_pos, record.content_length, record.headers.get("WARC-Target-URI")
         kind: str | None = "text"
-        content = record.reader.read(options.max_bytes)
-        found = len(content)
-        while found < size and (more := record.reader.read(ARRAY_READ_BYTES)):  # too long: only looked whether it is whole
+        content: bytes | None = record.reader.read(options.max_bytes)
+        found = len(content or b"")
+        while found < size and (more := record.reader.read(ARRAY_READ_BYTES)):  # too long, but is it complete?
             content, found = None, found + len(more)
         if found < size:
             raise OSError(f"the record at byte {offset} ends too early")
