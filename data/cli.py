@@ -7,6 +7,7 @@ line that begins with `error:`. A closed standard output (`| head`) ends a comma
 from __future__ import annotations
 
 import argparse
+import difflib
 import errno
 import io
 import os
@@ -42,23 +43,13 @@ def normalize_flag_names(arguments: Sequence[str]) -> list[str]:
 
 
 def suggest_spelling(word: str, known: Iterable[str]) -> str:
-    """"did you mean X?" where `word` is X but for dashes, case and one letter in four, at most two; otherwise ""."""
-    found: dict[int, list[str]] = {}
+    """"did you mean X?" where up to three names begin with `word`, or one is spelt alike; otherwise ""."""
+    spelt = {name.lower().replace("-", "").replace("_", ""): name for name in sorted(known)}
     typed = word.lower().replace("-", "").replace("_", "")
-    for name in sorted(set(known)):
-        plain = name.lower().replace("-", "").replace("_", "")
-        # Rows of the table of edit distances: insertions, deletions, replacements and swaps of neighbouring letters.
-        rows = [list(range(len(plain) + 1))]
-        for i, letter in enumerate(typed):
-            rows.append([i + 1])
-            for j, opposite in enumerate(plain):
-                costs = [rows[-2][j] + (letter != opposite), rows[-2][j + 1] + 1, rows[-1][j] + 1]
-                if i and j and typed[i - 1:i + 1] == opposite + plain[j - 1]:
-                    costs.append(rows[-3][j - 1] + 1)
-                rows[-1].append(min(costs))
-        found.setdefault(rows[-1][-1], []).append(name)
-    least = min(found, default=99)
-    return f"did you mean {' or '.join(found[least])}?" if least <= min(2, len(typed) // 4) else ""
+    found = [name for plain, name in spelt.items() if plain.startswith(typed)] if len(typed) >= 4 else []
+    if not 1 <= len(found) <= 3:
+        found = [spelt[plain] for plain in difflib.get_close_matches(typed, spelt, n=1, cutoff=0.75)]
+    return f"did you mean {' or '.join(found)}?" if found else ""
 
 
 class StrictArgumentParser(argparse.ArgumentParser):

@@ -202,7 +202,8 @@ def parse_shard(text: str) -> tuple[int, int]:
 
 
 def add_tokenizer_arguments(parser: StrictArgumentParser) -> None:
-    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer", help=f"one of {', '.join(tokenizers.KINDS)}")
+    parser.add_argument("--tokenizer-type", default="GPT2BPETokenizer",
+                        help=f"one of {', '.join(tokenizers.KINDS)} (default: %(default)s)")
     parser.add_argument("--vocab-file", help="GPT-2's vocab.json, or the text of a character vocabulary")
     parser.add_argument("--merge-file", help="GPT-2's merges; without it the packaged vocabulary is used")
     parser.add_argument("--tokenizer-path", help="a SentencePiece model")

@@ -9,7 +9,6 @@
 set -euo pipefail
 folder="${1:?give a folder of .txt files}"
 shift
-mkdir -p runs
 # Parts between blank lines are documents, so that --split can hold some of them back for validation.
 exec python -m pretrain_gpt2 --preset tiny --train-data "$folder" --document-separator blank-line --split 90,10 \
     --train-iters 200 --batch-size 8 --lr 3e-3 --eval-interval 100 --eval-iters 5 --save runs/folder_of_text \

@@ -9,7 +9,6 @@ In a clone, that is; with an installation (docs/install.md) PYTHONPATH is not ne
 from __future__ import annotations
 
 import sys
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -41,7 +40,6 @@ def main(folder: str) -> None:
     torch.manual_seed(1)
     points = 2 * torch.rand(4096, 2) - 1
     examples = list(zip(points, (points.norm(dim=1) < 0.8).float()))
-    Path(folder).mkdir(parents=True, exist_ok=True)  # the engine makes the last folder of a path, not the ones above
     engine, _, loader, _ = zero.initialize(model=Model(), training_data=examples, config=CONFIG)
     path, state = engine.load_checkpoint(folder)
     first = state["epoch"] + 1 if path else 0

@@ -97,7 +97,12 @@ real_size() {  # PRESET: the model that a script is for, unless the environment 
 
 # Adds the flags of a corpus to FLAGS, unless the user brings one.
 add_corpus() {
-    if given --train-data "$@" || given --mock-data "$@"; then return; fi
+    if given --train-data "$@" || given --mock-data "$@"; then
+        # The small preset's own tokenizer is of the default corpus.
+        [[ "$PRESET" != small ]] || given --tokenizer-type "$@" || given --tokenizer-path "$@" ||
+            FLAGS+=(--tokenizer-type GPT2BPETokenizer)
+        return
+    fi
     local folder="$RUNS/default_corpus"
     python -m data.default_corpus --output-dir "$folder" >/dev/null
     FLAGS+=(--sample-tokens 80 --sample-prompt "It was" "She" "\"My dear")
@@ -145,9 +150,9 @@ limit_time() {  # FOLDER ARGUMENTS...
     if [[ -z "${TRAIN_SECONDS:-}" || "$NNODES" -gt 1 ]] || given --train-iters "$@" || given --skip-train "$@"; then return; fi
     read -r seconds iterations 2>/dev/null <"$file" || true
     if [[ "$seconds" != "$TRAIN_SECONDS" ]]; then
-        say "measuring the speed of a few steps"
+        say "measuring the speed of a few steps (--train-iters N does without)"
         iterations="$(python -m megatron.tune --steps-in "$TRAIN_SECONDS" --ranks "$GPUS_PER_NODE" \
-            --device "${DEVICE/gpu/cuda}" "${FLAGS[@]}" "$@")" || fail "the trial failed; --train-iters N needs none"
+            --device "${DEVICE/gpu/cuda}" "${FLAGS[@]}" "$@")" || exit
         echo "$TRAIN_SECONDS $iterations" >"$file"
     fi
     if [[ -n "${MOST_STEPS:=}" && "$iterations" -gt "$MOST_STEPS" ]]; then iterations="$MOST_STEPS"; fi

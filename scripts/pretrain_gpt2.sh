@@ -3,7 +3,7 @@
 #
 #   bash scripts/pretrain_gpt2.sh                             about 4 minutes, then an evaluation and samples of text
 #   PRESET=345M bash scripts/pretrain_gpt2.sh --fp16          another model; further flags win over those in lib.sh
-#   bash scripts/pretrain_gpt2.sh --train-data my.jsonl --tokenizer-type GPT2BPETokenizer
+#   bash scripts/pretrain_gpt2.sh --train-data my_texts       your own text
 . "$(dirname -- "${BASH_SOURCE[0]}")/lib.sh"
 
 NNODES=1 NODE_RANK=0

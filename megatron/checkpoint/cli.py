@@ -162,7 +162,7 @@ def parse_arguments(arguments: Sequence[str]) -> argparse.Namespace:
     parser.add_argument("--dtype", choices=["int8"], help="convert: int8 weights, for inference alone")
     options = parser.parse_args(arguments)
     if (options.command in ("merge", "convert")) != (options.output is not None):
-        parser.error("--output PATH belongs to merge and convert, and they need it")
+        parser.error("merge and convert, and no other commands, need --output PATH")
     if options.dtype is not None and options.command != "convert":
         parser.error("--dtype belongs to convert")
     root, tag = parse_checkpoint_path(options.dir)

@@ -202,31 +202,20 @@ def _nearest_existing(path: Path) -> Path:
 
 
 def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
-    """Create `root` if need be and write into it: a bad --save fails before the first step, not at the first save."""
+    """Create `root` and its parents if need be and write into it: a bad --save fails before the first step."""
     root = Path(root)
     try:
         if root.is_symlink() and not root.exists():
             raise StorageError(f"{flag} {root}: dangling symbolic link to {os.readlink(root)}")
         if root.exists() and not root.is_dir():
             raise StorageError(f"{flag} {root}: is a file; a folder is needed")
-        check_parent_folder(root, flag)
-        root.mkdir(exist_ok=True)
+        root.mkdir(parents=True, exist_ok=True)
         trial = root / f"{TRASH_PREFIX}probe-{secrets.token_hex(8)}"
         trial.mkdir()
         with suppress(FileNotFoundError):  # another program's clean-up removed it
             trial.rmdir()
     except OSError as error:
         raise StorageError(f"{flag} {root}: cannot be written ({error.strerror})") from error
-
-
-def check_parent_folder(path: Path, flag: str) -> None:
-    """Raise a StorageError if the parent folder of `path` does not exist."""
-    if path.parent.is_dir():
-        return
-    there = _nearest_existing(path.parent)
-    if not there.is_dir():
-        raise StorageError(f"{flag} {path}: {there} is a file, where a folder is needed; choose another")
-    raise StorageError(f"{flag} {path}: parent folder {path.parent} does not exist; create it or choose another")
 
 
 @contextmanager

@@ -20,7 +20,7 @@ import torch
 
 from data.indexed import TokenizerFacts, tokenizer_facts_of_state
 from data.storage import staged_file
-from megatron.checkpoint.commit import FP32_SCRIPT, check_parent_folder, explain_disk_errors
+from megatron.checkpoint.commit import FP32_SCRIPT, explain_disk_errors
 from megatron.checkpoint.file_formats import check_field, reraise_as_corrupt
 from megatron.checkpoint.int8_weights import INT8_KIND
 from megatron.checkpoint.json_state import decode_state
@@ -210,12 +210,13 @@ def write_fp32_weights(checkpoint: Checkpoint, output: str | Path) -> int:
         items.append(
             FileTensor(name, torch.float32, shape, partial(read_logical, checkpoint, "weight", saved, 0, prod(shape))))
     path = Path(output)
-    check_parent_folder(path, "--output")
     if path.name in (LATEST, FP32_SCRIPT) or any(
             (folder / MANIFEST).exists() for folder in (path / "_").resolve().parents):
         raise ConfigError(f"--output {path}: is a place of a checkpoint's own files; choose another")
-    with explain_disk_errors(path, sum(item.nbytes for item in items), "--output"), staged_file(path) as file:
-        return write_parts(file, file_parts(items)).size
+    with explain_disk_errors(path, sum(item.nbytes for item in items), "--output"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with staged_file(path) as file:
+            return write_parts(file, file_parts(items)).size
 
 
 @dataclass(frozen=True)

@@ -330,8 +330,9 @@ CONVERT_COMMAND = "`python -m megatron.checkpoint convert"
 
 def no_checkpoint_message(root: Path) -> str:
     """The error text for a folder without a checkpoint of ours."""
-    missing = "" if root.exists() else ": there is no such folder"
-    return f"no committed checkpoint under {root}{missing}{describe_format(root)}"
+    runs = sorted(str(path.parent) for path in root.glob(f"*/{LATEST}"))[:3]
+    hint = ": there is no such folder" if not root.exists() else f"; did you mean {' or '.join(runs)}?" if runs else ""
+    return f"no committed checkpoint under {root}{hint}{describe_format(root)}"
 
 
 def describe_format(path: Path) -> str:

@@ -105,12 +105,12 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     # kernels
     "use-mcore-models use-cpu-initialization": ("there is one model; its weights start the same anywhere", *_ON),
     # data, checkpoints, logs
-    "dataset dataset-name": "use --train-data hf:NAME, or files of your own",
+    "data dataset dataset-name": "use --train-data hf:NAME, or files of your own",
     "dataloader-type": ("leave it out: each epoch is shuffled by --seed", "single", "cyclic"),
     "data-impl": ("leave it out: corpora are always read where they are", "mmap"),
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
-    "resume-from-checkpoint": "use --load FOLDER",
+    "resume resume-from-checkpoint": "use --load FOLDER",
     "checkpoint-key": NOT_SIGNED_MESSAGE,
     "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
@@ -118,7 +118,7 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "do-train": ("leave it out: the program trains, unless --skip-train is given", *_ON),
     "logging-strategy": "use --log-interval STEPS",
     "report-to": ("use --metrics-file FILE, --tensorboard-dir FOLDER or --wandb-project NAME", "none"),
-    "wandb-log": "use --wandb-project NAME",
+    "wandb wandb-log": "use --wandb-project NAME",
     "wandb-run-name wandb-exp-name run-name": "set WANDB_NAME in the environment, beside --wandb-project",
     "log-num-zeros-in-grad": "leave it out: zeros are not counted; the gradient norm is always logged",
     "exit-signal-handler log-throughput no-async-tensor-model-parallel-allreduce no-query-key-layer-scaling":

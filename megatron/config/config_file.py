@@ -47,7 +47,7 @@ def read_config_file(path: str, known: Collection[str]) -> list[str]:
     try:
         text = Path(path).read_text("utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {error}") from None
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
     try:
         settings = _parse(Path(path), text)
     except ValueError as error:  # tomllib's is one

@@ -137,8 +137,9 @@ class DataConfig(ConfigSection):
     split: str = setting("949,50,1", "shares of --train-data for training, validation and test, by document",
                          metavar="SHARES")
     seq_length: int | None = setting(None, "tokens per sample (default: --max-position-embeddings)", common=True, ge=1)
-    tokenizer_type: str | None = setting(None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or "
-                                         "CharacterLevelTokenizer", metavar="NAME", common=True)
+    tokenizer_type: str | None = setting(
+        None, "GPT2BPETokenizer, SentencePieceTokenizer, ByteLevelTokenizer or CharacterLevelTokenizer (default: the "
+        "preset's, or GPT2BPETokenizer)", metavar="NAME", common=True)
     vocab_file: str | None = setting(None, "GPT-2 encoder.json (default: the packaged one)", is_location=True)
     merge_file: str | None = setting(None, "GPT-2 vocab.bpe (default: the packaged one)", is_location=True)
     tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", common=True,
@@ -182,8 +183,8 @@ class TrainConfig(ConfigSection):
     skip_train: bool = setting(False, "evaluate what --load or --load-hf names, and neither train nor save",
                                "eval-only")
     exit_interval: int = setting(0, "exit after steps divisible by this; 0 turns it off", ge=0)
-    exit_duration_in_mins: float = setting(0.0, "exit after the step in which the run is this many minutes old; 0 "
-                                                "turns it off", ge=0)
+    exit_duration_in_mins: float = setting(0.0, "wall-clock limit: exit after the step in which the run is this "
+                                                "many minutes old; 0 turns it off", ge=0)
     gc_interval: int = setting(
         0, "steps between looks of Python's garbage collector, at the same steps on all ranks; 0: whenever it wants to",
         "manual-gc-interval", ge=0)

@@ -130,6 +130,7 @@ class OptimConfig(ConfigSection):
     optimizer_params: tuple[str, ...] = setting(
         (), "further parameters of the optimizer, such as nesterov=true", metavar="NAME=VALUE")
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off", "grad-clip", "max-grad-norm",
+                               "clip-grad-norm", "gradient-clipping",
                                json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0, common=True)
 
     def check(self, errors: ErrorList) -> None:

@@ -53,8 +53,8 @@ class LogConfig(ConfigSection):
     """What a run prints, and where it records it."""
 
     log_interval: int | None = setting(
-        None, "steps between console lines; 0 turns them off (default: a round number, at most 100, that gives at "
-        "least ten lines)", "logging-steps", common=True,
+        None, "steps between console lines (loss, gradient norm, speed, ...); 0 turns them off (default: a round "
+        "number, at most 100, that gives at least ten lines)", "logging-steps", common=True,
         json=JsonKey("steps_per_print", COUNT_FROM_0, nullable=True, help="a flag wins over it"), ge=0)
     log_fields: Literal["auto", "short", "all"] = setting(
         "auto", "what a console line shows; auto is short on a terminal, and all in a file or pipe")

@@ -66,7 +66,8 @@ class Config:
     def _check_model_and_schedule(self, require: Callable[..., None]) -> None:
         model, schedule, tp = self.model, self.schedule, self.parallel.model_parallel_size
         require(self.seq_length <= model.max_position_embeddings, "{seq_length} {length} is above "
-                "{max_position_embeddings=}: the position table is too short", length=self.seq_length)
+                "{max_position_embeddings=}, the size of the position table: give a shorter {seq_length}, or for a "
+                "new model a larger {max_position_embeddings}", length=self.seq_length)
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "intermediate_size"):
             value = getattr(model, name)
             require(value is None or value % tp == 0, f"{{{name}=}} is not divisible by {{model_parallel_size=}}")
@@ -85,12 +86,13 @@ class Config:
             require(steps == schedule.lr_warmup_iters, "{warmup=} is {steps} steps of {lr_decay_iters} {whole}, but "
                     "{lr_warmup_iters} is {given}: give one of them", steps=steps, whole=whole,
                     given=schedule.lr_warmup_iters)
-        require(warmup <= whole, "{lr_warmup_iters} {steps} is above {lr_decay_iters} {whole} (default: "
-                "{train_iters}): the rate would never reach its peak", steps=warmup, whole=whole)
+        end = "{lr_decay_iters=}" if schedule.lr_decay_iters else "{train_iters=}"
+        require(warmup <= whole, f"{{lr_warmup_iters}} {{steps}} is above {end}: the rate would never reach its peak",
+                steps=warmup)
         steps = schedule.lr_wsd_decay_iters or 0
         require(schedule.lr_decay_style != "WSD" or warmup + steps <= whole,
-                "{lr_wsd_decay_iters} {steps} and a warm-up of {warmup_steps} steps are more than {lr_decay_iters} "
-                "{whole} (default: {train_iters})", steps=steps, warmup_steps=warmup, whole=whole)
+                f"{{lr_wsd_decay_iters}} {{steps}} and a warm-up of {{warmup_steps}} steps are more than {end}",
+                steps=steps, warmup_steps=warmup)
 
     def _check_methods(self, require: Callable[..., None]) -> None:
         """Checks of the stage, offloading, CUDA graphs, recomputation, layer drop and the optimizer."""

@@ -32,8 +32,8 @@ class ParallelConfig(ConfigSection):
 def data_parallel_size(world_size: int, tp: int) -> int:
     """The number of ranks per data parallel group; ConfigError if it is not an integer."""
     errors = ErrorList({"model_parallel_size": tp})
-    errors.require(world_size % tp == 0, "{ranks} ranks cannot be arranged in groups of {model_parallel_size=}: "
-                   "{ranks} is not divisible by {tp}", ranks=world_size, tp=tp)
+    errors.require(world_size % tp == 0, "{model_parallel_size=} does not divide the number of ranks, {ranks}: start "
+                   "a multiple of {tp} ranks (megatron.launch --nproc-per-node)", ranks=world_size, tp=tp)
     errors.raise_if_any()
     return world_size // tp
 

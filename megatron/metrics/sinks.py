@@ -106,6 +106,7 @@ class AppendOnlyFile:
         self._flag, self._path, self._header, self._drops_partial_line = flag, path, header, drops_partial_line
         self._is_repaired = False
         try:
+            os.makedirs(Path(path).absolute().parent, exist_ok=True)
             self._file = open(path, "ab", buffering=0)
         except OSError as error:
             raise StorageError(f"{flag} {path} cannot be opened for appending: {error.strerror}; name a file in a "

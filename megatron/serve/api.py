@@ -11,6 +11,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import KW_ONLY, dataclass, field
 from typing import Any, NamedTuple, final
 
+from data.cli import suggest_spelling
 from data.strict_json import decode_utf8, parse_json
 from megatron.inference.generation import Detokenizer, FinishReason, GeneratedSequence
 from megatron.inference.load import LoadedModel
@@ -87,8 +88,9 @@ def read_keys(given: bytes | dict[str, Any], kinds: Mapping[str, KeyKind]) -> di
             check_text(value, name)
     if unknown := sorted(name for name, value in given.items() if name not in kinds and value is not None):
         first = unknown[0][:MAX_QUOTED_CHARACTERS]
-        raise HttpError(400, f"{first!r}" + (f" and {len(unknown) - 1} more keys are" if unknown[1:] else " is")
-                        + " not known here", param=ascii(first)[1:-1])
+        more = f" and {len(unknown) - 1} more" if unknown[1:] else ""
+        hint = suggest_spelling(first, kinds) or "docs/serve.md lists the keys"
+        raise HttpError(400, f"unknown key {first!r}{more}: {hint}", param=ascii(first)[1:-1])
     return found
 
 
@@ -244,7 +246,7 @@ def parse_completion(body: bytes, model: ServedModel) -> OpenAICompletion:
     if asked["best_of"] is not None and (type(asked["best_of"]) is not int or asked["best_of"] != asked["n"]):
         raise invalid_field("best_of", "is not done here, only n")
     if asked["model"] is not None and check_text(asked["model"], "model") != model.name:
-        raise HttpError(404, f"model: here is {model.name!r}, and no other", param="model", code="model_not_found")
+        raise HttpError(404, f"model: expected {model.name!r}, or none", param="model", code="model_not_found")
     prompts, texts = _read_prompts(asked["prompt"], model)
     model.check_num_texts(len(prompts) * asked["n"], "n")
     scores_all_tokens = asked["logprobs"] > 0 or asked["logprobs"] == 0 and asked["echo"]

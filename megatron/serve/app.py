@@ -235,9 +235,9 @@ class HttpServer:
             self._auth.check(headers, needs_key=path not in PATHS_WITHOUT_KEY)
             methods, parse = self._apis.get(path, (READ_METHODS, None))
             if parse is None and path not in self._pages:
-                raise HttpError(404, "there is nothing here; docs/serve.md has the list")
+                raise HttpError(404, "unknown path; POST /v1/completions or PUT /api continues a text (docs/serve.md)")
             if method not in methods:
-                raise HttpError(405, f"expected {', '.join(methods)}", headers=(("Allow", ", ".join(methods)),))
+                raise HttpError(405, f"expected {' or '.join(methods)}", headers=(("Allow", ", ".join(methods)),))
             if parse is None:
                 body, more = self._pages[path]()
                 await respond(scope, send, body, headers=more)

@@ -18,7 +18,6 @@ from megatron import recompute
 from megatron.config.tree import Config, TrainConfig, require
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.distributed.rank_status import START_UP, STATUS
-from megatron.errors import ConfigError
 from megatron.model import GPT2
 from megatron.optim.rule import ParamGroup
 from megatron.recompute import Recomputation
@@ -43,15 +42,17 @@ def tokenizer(config: Config) -> Tokenizer:
 
 
 def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
-    """The config with `vocab_size` set; ConfigError if the given one is smaller than the tokenizer's."""
+    """The config with `vocab_size` set; ConfigError if the given one is smaller than the tokenizer's, or is that of
+    --load-hf and more than twice as large: the tokenizer is another than that of the weights."""
     size, folder = config.model.vocab_size, config.save.load_hf
-    if size is not None and size < tokenizer.vocab_size:
-        theirs = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
-                  + ("" if config.data.tokenizer_type else ", the default"))
-        require(folder is None, f"--load-hf {folder} has {size} tokens, fewer than {theirs}: give the tokenizer of "
-                "those weights, --tokenizer-type with its files (--tokenizer-path or --vocab-file)")
-        raise ConfigError(f"--vocab-size {size} is smaller than {theirs}; leave it out, or choose another "
-                          "--tokenizer-type")
+    if size is not None:
+        found = (f"the {tokenizer.vocab_size} tokens of {tokenizer.name}"
+                 + ("" if config.data.tokenizer_type else ", the default"))
+        require(folder is None or size // 2 < tokenizer.vocab_size <= size, f"--load-hf {folder} has {size} tokens, "
+                f"but this run uses {found}: give the tokenizer of those weights, --tokenizer-type with its files "
+                "(--tokenizer-path or --vocab-file)")
+        require(size >= tokenizer.vocab_size, f"--vocab-size {size} is smaller than {found}; leave it out, or choose "
+                "another --tokenizer-type")
     return replace(config, model=replace(config.model, vocab_size=size or tokenizer.vocab_size))
 
 

@@ -219,7 +219,10 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     """Raise a CheckpointError that names every differing field of the model."""
     saved = checkpoint.config
     rows = _compare_models(ModelConfig(**saved["model"]), config.model)
+    remedies = "give the checkpoint's values, or another folder"
     if not config.save.finetune:
+        if all(was == now for _, was, now in rows):
+            remedies += ", or --finetune (weights only), or --load-precision-change where only precision differs"
         if not config.save.load_precision_change:
             rows.append(("precision", recorded_precision(saved), config.precision.name))
         length = saved["data"]["seq_length"] or saved["model"]["max_position_embeddings"]
@@ -227,9 +230,7 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
     differing = [f"{name} {was} in the checkpoint, {now} here" for name, was, now in rows if was != now]
     if differing:
         raise CheckpointError(
-            f"{checkpoint.tag} of {config.save.load} is of another run: {'; '.join(differing)}; give the checkpoint's "
-            "values, or another --load" + ("" if config.save.finetune else ", or --finetune where only precision or "
-                                           "length differ, or --load-precision-change where only precision does"))
+            f"{checkpoint.tag} of {config.save.load} is of another run: {'; '.join(differing)}; {remedies}")
 
 
 def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
@@ -252,8 +253,8 @@ def _open_matching_huggingface(config: Config, folder: Path) -> ExternalCheckpoi
     return weights
 
 
-SCHEDULE_FLAGS = {"style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr", "warmup_steps": "--lr-warmup-iters",
-                  "decay_steps": "--lr-decay-iters", "warmup_type": "--warmup-type", "tail": "--cycle-decay",
+SCHEDULE_FLAGS = {"decay_steps": "--lr-decay-iters", "style": "--lr-decay-style", "peak": "--lr", "floor": "--min-lr",
+                  "warmup_steps": "--lr-warmup-iters", "warmup_type": "--warmup-type", "tail": "--cycle-decay",
                   "wsd_style": "--lr-wsd-decay-style", "wsd_steps": "--lr-wsd-decay-iters",
                   "momentum_low": "--cycle-min-mom", "momentum_high": "--cycle-max-mom",
                   "momentum_tail": "--cycle-mom-growth"}
@@ -280,11 +281,12 @@ def _read_loop_state(config: Config, saved: Mapping[str, Any], present: LRSchedu
         return state, present, record["data"]
     if config.schedule.use_checkpoint_lr_scheduler or config.train.skip_train:
         return state, schedule, record["data"]
+    flags = SCHEDULE_FLAGS if config.schedule.lr_decay_iters else {**SCHEDULE_FLAGS, "decay_steps": "--train-iters"}
     rows = "; ".join(f"{flag} {getattr(schedule, name)} in the checkpoint, {getattr(present, name)} here"
-                     for name, flag in SCHEDULE_FLAGS.items() if getattr(schedule, name) != getattr(present, name))
+                     for name, flag in flags.items() if getattr(schedule, name) != getattr(present, name))
     raise ConfigError(
-        f"the learning rate schedule of {config.save.load} differs: {rows}; --override-lr-scheduler takes the flags', "
-        "--use-checkpoint-lr-scheduler the checkpoint's")
+        f"the learning rate schedule of {config.save.load} differs: {rows}; give the checkpoint's values, or "
+        "--override-lr-scheduler to follow the flags, or --use-checkpoint-lr-scheduler to follow the checkpoint")
 
 
 # ---- notes ---------------------------------------------------------------------------------------------------------

@@ -238,10 +238,9 @@ class RunLog:
 def check_log_paths(config: LogConfig) -> None:
     """Raise if the metrics file or a log folder cannot be created, as far as that shows beforehand, so that the run
     fails before its data is built."""
-    if config.metrics_file and not (parent := Path(config.metrics_file).absolute().parent).is_dir():
-        raise StorageError(f"--metrics-file {config.metrics_file} cannot be opened for appending: {parent} is no "
-                           "folder; name a file in a writable folder")
-    for flag, folder in (("--tensorboard-dir", config.tensorboard_dir), ("--csv-dir", config.csv_dir)):
+    parent = Path(config.metrics_file or ".").parent
+    for flag, folder in (("--metrics-file", None if parent.is_dir() else parent),
+                         ("--tensorboard-dir", config.tensorboard_dir), ("--csv-dir", config.csv_dir)):
         path = Path(folder or ".").absolute()
         existing = next(place for place in (path, *path.parents) if place.exists() or place == place.parent)
         if folder and not (existing.is_dir() and os.access(existing, os.W_OK | os.X_OK)):

@@ -28,8 +28,8 @@ def closing_lines(config: Config, samples: Sequence[str]) -> list[str]:
         lines += ["", f" The checkpoint is in {folder}. Next:",
                   f'   bash {scripts}/generate_text.sh --load {folder} "It was"', "     continues your own words",
                   f"   bash {scripts}/evaluate_gpt2.sh --load {folder}", "     scores it on text that it has not seen",
-                  f"   RUNS=runs/mine bash {scripts}/pretrain_gpt2.sh --train-data my_texts --tokenizer-type "
-                  "GPT2BPETokenizer", "     trains on your own text"]
+                  f"   RUNS=runs/mine bash {scripts}/pretrain_gpt2.sh --train-data my_texts",
+                  "     trains on your own text"]
     return lines
 
 

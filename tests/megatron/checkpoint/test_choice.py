@@ -218,6 +218,8 @@ def test_no_checkpoint_is_an_error_that_names_the_folder_and_no_tag_one_that_nam
         with pytest.raises(CheckpointError, match=f"no committed checkpoint under {tmp_path / root}"):
             open_checkpoint(tmp_path / root)
     save_solo(tmp_path / "s", 1)
+    with pytest.raises(CheckpointError, match=f"; did you mean {tmp_path / 's'}\\?$"):
+        open_checkpoint(tmp_path)
     for tag in ("../global_step1", "/etc", ".", "..", ".staging-global_step1-solo", "", "global_step2"):
         with pytest.raises(CheckpointError, match="tag"):
             open_checkpoint(tmp_path / "s", tag)

@@ -218,13 +218,12 @@ def test_keep_last_counts_and_deletes_the_tags_of_its_own_run_only(tmp_path: Pat
 def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     (tmp_path / "link").symlink_to(tmp_path / "nowhere")
-    for name, reason in [("file", "is a file"), ("link", "dangling"), ("absent/deeper", "parent folder .* does not"),
-                         ("file/deeper", "file is a file, where a folder is needed"),
-                         ("file/a/b", "file is a file, where a folder is needed"), ("x" * 300, "File name too long")]:
+    for name, reason in [("file", "is a file"), ("link", "dangling"),
+                         ("file/a/b", "cannot be written .Not a directory"), ("x" * 300, "File name too long")]:
         with pytest.raises(StorageError, match=f"^--save {tmp_path / name}: .*{reason}"):
             check_save_root_is_writable(tmp_path / name)
-    check_save_root_is_writable(tmp_path / "new")
-    assert os.listdir(tmp_path / "new") == []
+    check_save_root_is_writable(tmp_path / "new" / "run")
+    assert os.listdir(tmp_path / "new" / "run") == []
     with mock.patch.object(os, "mkdir", side_effect=PermissionError(13, "Permission denied")), \
             pytest.raises(StorageError, match=f"--save {tmp_path}: cannot be written .Permission denied"):
         check_save_root_is_writable(tmp_path)

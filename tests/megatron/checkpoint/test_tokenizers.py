@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from megatron.config.cli import parse_args  # noqa: E402
 from megatron.config.hf_config import read_tokenizer_fields  # noqa: E402
 from megatron.config.tree import ModelConfig  # noqa: E402
 from megatron.errors import ConfigError  # noqa: E402
+from megatron.train.build import with_vocab_size  # noqa: E402
 from tests.megatron.helpers import TINY, train, write_corpus  # noqa: E402
 
 TEXTS = ["", " ", "a", "The quick brown fox, naïve in 2019.", "  two  spaces\n\n\tand a tab ",
@@ -125,9 +127,13 @@ def test_a_run_that_starts_from_an_exported_folder_uses_its_tokenizer(tmp_path: 
               "--load-hf", tmp_path / "hf"]
     assert "initial weights" in train(common)
     assert parse_args([str(word) for word in common]).data.tokenizer_type == "ByteLevelTokenizer"
-    words = rf"--load-hf {tmp_path}/hf has 257 tokens, fewer than the 50257 tokens of GPT2BPETokenizer"
+    words = rf"--load-hf {tmp_path}/hf has 257 tokens, but this run uses the 50257 tokens of GPT2BPETokenizer"
     with pytest.raises(ConfigError, match=rf"{words}: give .*--tokenizer-type"):
         train([*common, "--tokenizer-type", "GPT2BPETokenizer"])
+    wide = parse_args([str(word) for word in common])
+    wide = replace(wide, model=replace(wide.model, vocab_size=50257))
+    with pytest.raises(ConfigError, match="has 50257 tokens, but this run uses the 257 tokens of Byte"):
+        with_vocab_size(wide, build("byte"))
     (tmp_path / "hf" / "tokenizer.json").unlink()
     with pytest.raises(ConfigError, match=rf"{words}, the default: give .*--tokenizer-type"):
         train(common)

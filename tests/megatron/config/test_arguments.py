@@ -104,8 +104,8 @@ BAD = [
     (["--Remote-Device", "disk"], "--offload-param-device is disk: expected none, cpu or nvme"),
     (["--lr-decay-style", "WSD"], "--lr-decay-style WSD needs --lr-wsd-decay-iters"),
     (["--lr-decay-style", "WSD", "--lr-wsd-decay-iters", "95", "--lr-warmup-iters", "6", "--train-iters", "100"],
-     "--lr-wsd-decay-iters 95 and a warm-up of 6 steps are more than --lr-decay-iters 100"),
-    (["--lr-warmup-iters", "11", "--train-iters", "10"], "--lr-warmup-iters 11 is above --lr-decay-iters 10"),
+     "--lr-wsd-decay-iters 95 and a warm-up of 6 steps are more than --train-iters 100"),
+    (["--lr-warmup-iters", "11", "--train-iters", "10"], "--lr-warmup-iters 11 is above --train-iters 10"),
     (["--skip-train", "--eval-iters", "0"], "--skip-train leaves nothing to do"),
     (["--skip-train"], "--skip-train without weights to evaluate: the model's would be random; give --load"),
     *((f"--optimizer {optimizer}".split(), told) for optimizer, told in (
@@ -201,7 +201,7 @@ def test_a_misspelt_flag_is_answered_with_the_one_that_was_meant_and_a_foreign_o
     for typed, meant in (("--Train-Iters", "--train-iters"), ("--warm_up", "--warmup"),
                          ("--zero-staeg", "--zero-stage"), ("--adam-beta", "--adam-beta1 or --adam-beta2")):
         assert refusal([typed, "4"]).endswith(f"did you mean {meant}?")
-    for typed in ("--gas", "--fp8-format", "--use-dist-ckpt", "--rank", "--lr-schedular", "--tp", "--save-hf"):
+    for typed in ("--gas", "--fp8-format", "--use-dist-ckpt", "--rank", "--lr-schedular", "--tp"):
         assert refusal([typed, "4"]).endswith("`--help-all` lists every flag")
 
 
@@ -321,7 +321,7 @@ def test_help_and_version_leave_with_0(capsys: pytest.CaptureFixture[str]) -> No
 
 def test_accumulation_follows_from_the_batch_sizes_and_a_world_that_does_not_fit_is_refused_with_its_factors() -> None:
     for argv, world, told in (
-            ("--model-parallel-size 2", 3, "3 is not divisible by 2"),
+            ("--model-parallel-size 2", 3, "2 does not divide the number of ranks, 3"),
             ("--profile-steps 1:2 --profile-rank 2", 2, "--profile-rank 2 is not one of the 2 ranks"),
             ("--batch-size 4 --global-batch-size 12", 2,
              "--global-batch-size 12 is not divisible by --batch-size 4 x data parallel size 2")):
@@ -346,7 +346,7 @@ def test_config_errors_end_in_one_line_without_importing_torch(tmp_path: Path) -
 # ---- the other commands --------------------------------------------------------------------------------------------
 
 COMMANDS: dict[str, tuple[Callable[[list[str]], object], Sequence[str], str, str]] = {
-    "plan": (plan, [], "--rank", "--ranks"), "tune": (tune, [], "--card_gbs", "--card-gb"),
+    "plan": (plan, [], "--rank", "--ranks or --ranks-per-node"), "tune": (tune, [], "--card_gbs", "--card-gb"),
     "report": (report().parse_args, ["run"], "--outptu", "--output"),
     "checkpoint": (checkpoint, ["list", "run"], "--checkpoint_verison", "--checkpoint-version"),
     "generate": (generate().parse_args, [], "--loda", "--load"), "serve": (serve().parse_args, [], "--prot", "--port"),
@@ -367,7 +367,7 @@ def test_a_command_answers_what_is_nearly_its_flag_and_guesses_nothing_else() ->
         said = complaint(parse, [*needed, typed, "4"])
         assert f"unknown flag {typed.replace('_', '-')}" in said
         assert f"did you mean {meant}?" in said if meant else "did you mean" not in said
-        for foreign in ("--gas", "--fp8-format", "--use-dist-ckpt"):
+        for foreign in ("--gas", "--fp8-recipe", "--use-dist-ckpt"):
             said = complaint(parse, [*needed, foreign, "4"])
             assert f"unknown flag {foreign}" in said and "did you mean" not in said
 
@@ -378,7 +378,7 @@ def test_dashes_and_underscores_are_the_same_up_to_two_dashes_of_their_own() -> 
 
 
 def test_how_near_a_flag_has_to_be() -> None:
-    for word, found in (("--prot", "--port"), ("--POR_T", "--port"), ("--pots", ""), ("--por", ""), ("--lod", ""),
-                        ("--laod", "--load"), ("--mx-conections", "--max-connections"), ("--m-conections", "")):
+    for word, found in (("--prot", "--port"), ("--POR_T", "--port"), ("--pt", ""), ("--max", ""), ("--lod", "--load"),
+                        ("--mx-conections", "--max-connections"), ("--maxc", "--max-connections")):
         hint = suggest_spelling(word, ["--port", "--load", "--max-connections"])
         assert hint == (f"did you mean {found}?" if found else "")

@@ -78,7 +78,7 @@ CONSEQUENCES: dict[str, tuple[dict[str, Any], dict[str, Any], str]] = {
         {"scheduler": {"type": "OneCycle", "params": {"cycle_min_lr": 1e-4, "cycle_max_lr": "x"}}}, {},
         'scheduler.params.cycle_max_lr is "x"'),
     "ranks that cannot be arranged": ({"train_batch_size": 7, "train_micro_batch_size_per_gpu": 2}, {
-        "model_parallel_size": 3, "num_attention_heads": 4}, "2 ranks cannot be arranged"),
+        "model_parallel_size": 3, "num_attention_heads": 4}, "--model-parallel-size 3 does not divide"),
     "fp16 that is not on": ({"fp16": {"enabled": "x", "loss_scale": 0, "min_loss_scale": -1}}, {},
                             'fp16.enabled is "x"'),
 }

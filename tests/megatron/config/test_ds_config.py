@@ -504,7 +504,7 @@ UNFIT_SIZES: list[tuple[dict[str, Any], dict[str, Any], int, str]] = [
     ({"train_batch_size": 4}, {"global_batch_size": 8}, 1,
      "--global-batch-size is 8, but train_batch_size of config is 4"),
     ({"train_batch_size": 5}, {}, 2, "is not divisible by data_parallel 2"),
-    ({"train_batch_size": 4}, {"model_parallel_size": 3}, 4, "4 is not divisible by 3"),
+    ({"train_batch_size": 4}, {"model_parallel_size": 3}, 4, "3 does not divide the number of ranks, 4"),
     ({"train_batch_size": 4}, {"model_parallel_size": 0}, 4, "--model-parallel-size is 0"),
     ({"train_batch_size": 4}, {"batch_size": 0}, 4, "--batch-size is 0"),
 ]

@@ -54,7 +54,7 @@ def check(result: tuple[int, str], code: int, *words: object) -> None:
 
 MOCK = "--mock-data "
 WRONG = [
-    (MOCK + "--model-parallel-size 2", 2, "1 ranks", "--model-parallel-size 2"),
+    (MOCK + "--model-parallel-size 2", 2, "number of ranks, 1", "--model-parallel-size 2"),
     (MOCK + "--batch-size 4 --global-batch-size 6", 2, "--global-batch-size 6", "--batch-size 4"),
     (MOCK + "--vocab-size 200", 2, "--vocab-size 200", "257"),
     (MOCK + "--distributed-backend mpi", 2, "--distributed-backend", "mpi"),
@@ -69,8 +69,8 @@ WRONG = [
     *((f"{MOCK}--load {{}}/{name}{more}", 4, "{}/" + name)
       for name in ("missing", "folder") for more in ("", " --save {}/fresh")),
     (MOCK + "--save {}/file --metrics-file {}/m", 7, "--save", "{}/file"),
-    (MOCK + "--save {}/no/parent --metrics-file {}/m", 7, "--save", "{}/no"),
-    (MOCK + "--metrics-file {}/no/m", 7, "--metrics-file", "{}/no/m"),
+    (MOCK + "--save {}/file/deeper --metrics-file {}/m", 7, "--save", "{}/file"),
+    (MOCK + "--metrics-file {}/file/m", 7, "--metrics-file", "{}/file"),
     (MOCK + "--tensorboard-dir {}/file", 7, "--tensorboard-dir", "{}/file"),
 ]
 """Flags, exit code and words of the line; {} is a folder."""
@@ -176,7 +176,7 @@ def test_another_model_is_refused_with_every_differing_field(saved: Path, cli: C
 
 def test_another_schedule_is_refused_with_its_differences_and_two_flags_say_who_wins(saved, cli, tmp_path):
     longer = [*TINY, "--mock-data", "--train-iters", 5, "--lr", 1e-3, "--load", saved, "--metrics-file", tmp_path / "m"]
-    check(cli(longer), 2, "--lr 0.00015 in the checkpoint, 0.001 here", "--lr-decay-iters 3 in the checkpoint, 5 here",
+    check(cli(longer), 2, "--lr 0.00015 in the checkpoint, 0.001 here", "--train-iters 3 in the checkpoint, 5 here",
           "--override-lr-scheduler", "--use-checkpoint-lr-scheduler")
     assert not (tmp_path / "m").exists()
     train([*longer, "--override-lr-scheduler"])

@@ -161,7 +161,7 @@ REFUSED = [
     (["--gpus", "8"], "--gpus 8 is not a flag here: use --ranks N"),
     (["--nproc_per_node=8"], "--nproc-per-node 8 is not a flag here: use --ranks N"),
     (["--zero-stagee", "1"], "did you mean --zero-stage"),
-    (["--ranks", "3", "--model-parallel-size", "2"], "3 is not divisible by 2"),
+    (["--ranks", "3", "--model-parallel-size", "2"], "2 does not divide the number of ranks, 3"),
     (["--offload-optimizer-device", "cpu"], "--offload-optimizer-device cpu needs --zero-stage 1, 2 or 3, not 0"),
     (["--offload-optimizer-device", "nvme", "--zero-stage", "1"], "nvme needs --offload-optimizer-nvme-path"),
     (["--offload-param-device", "cpu", "--zero-stage", "2"], "needs --zero-stage 3, not 2"),

@@ -137,6 +137,8 @@ def test_json_that_cannot_be_meant_is_refused_by_name(server: Server) -> None:
                 key, value, found)
             assert set(found["error"]) == {"message", "type", "param", "code"} and len(found["error"]["message"]) < 400
             assert key[:20].encode("ascii", "backslashreplace").decode() in str(found["error"]["param"]), found
+    for path, key, hint in (("/v1/completions", "max_token", "max_tokens"), ("/api", "promtps", "prompts")):
+        assert f"unknown key '{key}': did you mean {hint}?" in str(server.ask(path, {key: 1})[1])
     for key, values in BAD_API.items():
         for value in values:
             status, found = server.ask("/api", {"prompts": ["x"], "tokens_to_generate": 1, key: value}, "PUT")

@@ -222,9 +222,9 @@ def test_a_place_that_cannot_be_used_ends_the_run_before_its_text_is_tokenized(t
     (tmp_path / "file").touch()
     (tmp_path / "foreign").mkdir()
     (tmp_path / "foreign" / "ckpt.pt").touch()
-    for flag, place, words in (("--save", "file/x", "file is a file"), ("--load", "nowhere", "there is no such folder"),
+    for flag, place, words in (("--save", "file/x", "Not a dir"), ("--load", "nowhere", "there is no such folder"),
                                ("--load", "foreign", "nanoGPT"),
-                               ("--metrics-file", "nowhere/m", "--metrics-file .* no folder"),
+                               ("--metrics-file", "file/m", "--metrics-file .* not a folder"),
                                ("--tensorboard-dir", "file/x", "--tensorboard-dir .* not a folder that can be ")):
         with pytest.raises((StorageError, CheckpointError), match=words):
             train([*TINY, "--train-data", tmp_path / "texts", flag, tmp_path / place])
