@@ -128,8 +128,8 @@ add_recipe() {
                 TRAIN_SECONDS="${TRAIN_SECONDS:-240}"
                 FLAGS+=(--batch-size 8 --train-iters 600 --eval-interval 200 --eval-iters 5 --save-interval 100)
                 if [[ "$PRESET" == small ]]; then  # the lowest loss after minutes, by search
-                    FLAGS+=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --optimizer muon --lr 3e-2
-                            --min-lr 0 --lr-decay-style linear --adam-beta2 0.95)
+                    FLAGS+=(--num-layers 4 --hidden-size 256 --num-attention-heads 4 --position-embedding-type rope
+                            --optimizer muon --lr 3e-2 --min-lr 0 --lr-decay-style linear --adam-beta2 0.95)
                     warmup=0.05
                 else
                     FLAGS+=(--lr 1e-3 --min-lr 1e-4 --lr-decay-style cosine)
