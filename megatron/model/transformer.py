@@ -20,8 +20,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.tree import ModelConfig
-from mpu.groups import Group
-from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from mpu.groups import SOLO, Group
+from mpu.layers import ColumnParallelLinear, RowParallelLinear, SequenceParallelLayerNorm
 from mpu.random import get_rng_tracker
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, rng_key,
                              set_initializer, strided_segments_of)
@@ -46,9 +46,10 @@ class GPT2Init:
     def residual_weight(self, name: str) -> CounterRNGInit:
         return replace(self.weight(name), std=self._std / math.sqrt(2.0 * self._layers))
 
-    def layer_norm(self, size: int, eps: float) -> nn.LayerNorm:
-        """A LayerNorm with weight 1 and bias 0."""
-        layer_norm = nn.LayerNorm(size, eps=eps)
+    def layer_norm(self, size: int, eps: float, sequence_group: Group) -> nn.LayerNorm:
+        """A LayerNorm with weight 1 and bias 0, of positions that are split over `sequence_group`."""
+        layer_norm = (nn.LayerNorm(size, eps=eps) if sequence_group.is_solo
+                      else SequenceParallelLayerNorm(size, eps, sequence_group))
         for parameter, value in ((layer_norm.weight, 1.0), (layer_norm.bias, 0.0)):
             set_initializer(parameter, ConstantInitializer(value), deferred=True)  # torch has already filled it
         return layer_norm
@@ -68,28 +69,29 @@ class Attention(nn.Module):
     """One column-parallel projection to q, k and v (stride 3: each is sharded by heads), attention over this rank's
     heads, and one row-parallel projection back."""
 
-    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group, sequence_parallel: bool) -> None:
         super().__init__()
         h = config.hidden_size
         self.heads = config.num_attention_heads // tp.size
         self.head_width = h // config.num_attention_heads
         self.dropout = config.attention_dropout
-        self.heads_are_sharded = tp.size > 1
+        self.forks_rng = tp.size > 1 and not sequence_parallel  # GPT2.forward does so for all dropout then
         self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"), stride=3,
-                                        tp=tp)
+                                        sequence_parallel=sequence_parallel, tp=tp)
         self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
-                                      tp=tp)
+                                      sequence_parallel=sequence_parallel, tp=tp)
 
     def forward(self, x: Tensor, mask: Tensor | None, cached: CachedAttentionFn | None = None) -> Tensor:
-        b, s, _ = x.shape
+        qkv = self.qkv(x)  # all positions, also where x has this rank's
+        b, s, _ = qkv.shape
         if cached is not None:
-            y = cached(self.qkv(x).unflatten(-1, (3, self.heads, self.head_width)))
+            y = cached(qkv.unflatten(-1, (3, self.heads, self.head_width)))
             return self.proj(y.flatten(2))  # type: ignore[no-any-return]
         # [b, s, 3nd] -> three of [b, n, s, d]; the gradient of `split` is one copy into [b, s, 3nd]
         q, k, v = (part.view(b, s, self.heads, self.head_width).transpose(1, 2)
-                   for part in self.qkv(x).split(self.heads * self.head_width, dim=-1))
+                   for part in qkv.split(self.heads * self.head_width, dim=-1))
         dropout = self.dropout if self.training else 0.0
-        if dropout and self.heads_are_sharded:  # each rank has other heads, so their dropout masks must differ
+        if dropout and self.forks_rng:  # each rank has other heads, so their dropout masks must differ
             with get_rng_tracker().fork():
                 y = self._attend(q, k, v, mask, dropout)
         else:
@@ -110,34 +112,36 @@ def document_mask(segments: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group, sequence_parallel: bool) -> None:
         super().__init__()
         h, ffn = config.hidden_size, config.ffn_size
-        self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"), tp=tp)
+        self.fc = ColumnParallelLinear(h, ffn, gather_output=False, init_method=init.weight("fc.weight"),
+                                       sequence_parallel=sequence_parallel, tp=tp)
         self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
-                                      tp=tp)
+                                      sequence_parallel=sequence_parallel, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(F.gelu(self.fc(x), approximate="tanh"))  # type: ignore[no-any-return]
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group, sequence_parallel: bool) -> None:
         super().__init__()
+        sequence_group = tp if sequence_parallel else SOLO
         self.dropout = config.hidden_dropout
-        self.ln_1 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
-        self.attn = Attention(config, init.submodule("attn"), tp)
-        self.ln_2 = init.layer_norm(config.hidden_size, config.layernorm_epsilon)
-        self.mlp = MLP(config, init.submodule("mlp"), tp)
+        self.ln_1 = init.layer_norm(config.hidden_size, config.layernorm_epsilon, sequence_group)
+        self.attn = Attention(config, init.submodule("attn"), tp, sequence_parallel)
+        self.ln_2 = init.layer_norm(config.hidden_size, config.layernorm_epsilon, sequence_group)
+        self.mlp = MLP(config, init.submodule("mlp"), tp, sequence_parallel)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, scale: float | None = None,
                 cached: CachedAttentionFn | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
+        """[b, s, h] -> [b, s, h], or with sequence parallelism [b, s / tp, h] -> [b, s / tp, h]"""
         x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask, cached)), scale)
         return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
-        # x is replicated here: every tensor parallel rank draws the same mask from the default RNG stream.
+        # Where x is replicated, every tensor parallel rank draws the same mask from the default RNG stream.
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
