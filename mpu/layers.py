@@ -8,10 +8,10 @@
 A column layer that keeps its output split, followed by a row layer, needs one all-reduce in forward and one in
 backward. With `sequence_parallel` the input of the first and the output of the second are this rank's positions, [b, s
 / tp, ...], while the module trains: an all-gather and a reduce-scatter replace the all-reduce, and what is between row
-and column layers is kept once, not on every rank. Weights are stored as in torch.nn.Linear: [out, in]. A function as `init_method` fills the *logical* (unsplit)
-weight in fp32 on the CPU in one call, and it is then sliced; a `CounterRNGInit` draws only this rank's slice
-(weight_init.py), now or deferred. The same seed gives the same model for every tp size. `tp=None` means the current
-group (parallel_state.py).
+and column layers is kept once, not on every rank. Weights are stored as in torch.nn.Linear: [out, in]. A function as
+`init_method` fills the *logical* (unsplit) weight in fp32 on the CPU in one call, and it is then sliced; a
+`CounterRNGInit` draws only this rank's slice (weight_init.py), now or deferred. The same seed gives the same model for
+every tp size. `tp=None` means the current group (parallel_state.py).
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from mpu.device import on_accelerator
 from mpu.grads import MainGrad
 from mpu.groups import Group
 from mpu.parallel_state import tp_group_or_current
-from mpu.collectives import all_gather, reduce_scatter
 from mpu.partition import local_slice, partition_of, set_partition
-from mpu.regions import (copy_to_region, gather_from_region, reduce_from_region, reduce_scatter_to_sequence_region,
-                         replicated_to_partial, scatter_to_region)
+from mpu.regions import (all_gather_positions, copy_to_region, gather_from_region, reduce_from_region,
+                         reduce_scatter_positions, reduce_scatter_to_sequence_region, replicated_to_partial,
+                         scatter_to_region)
 from mpu.split import ParallelError, Partition, divide, split_range
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
                              strided_segments_of)
@@ -70,14 +70,14 @@ class _GatherLinear(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.tp, ctx.has_bias = tp, bias is not None
-        return F.linear(all_gather(x, tp, 1), weight, bias)  # [b, s / tp, in] -> [b, s, in] -> [b, s, out / tp]
+        return F.linear(all_gather_positions(x, tp), weight, bias)  # [b, s / tp, in] -> [b, s, in] -> [b, s, out / tp]
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = grads[0].flatten(0, 1)  # [b * s, out / tp]
-        d_weight = rows.t() @ all_gather(x, ctx.tp, 1).flatten(0, 1)
-        d_x = reduce_scatter(grads[0] @ weight, ctx.tp, 1)  # [b, s, in] -> [b, s / tp, in]
+        d_weight = rows.t() @ all_gather_positions(x, ctx.tp).flatten(0, 1)
+        d_x = reduce_scatter_positions(grads[0] @ weight, ctx.tp)  # [b, s, in] -> [b, s / tp, in]
         return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
@@ -165,11 +165,12 @@ class ColumnParallelLinear(_ParallelModule):
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], or [..., out / tp] without `gather_output`."""
-        added, bias = (None, self.bias) if self.skip_bias_add else (self.bias, None)
+        added = None if self.skip_bias_add else self.bias
         if self.sequence_parallel and self.training:
             y = cast(Tensor, _GatherLinear.apply(x, self.weight, added, self.tp))  # type: ignore[no-untyped-call]
         else:
             y = linear(copy_to_region(x, self.tp), self.weight, added)
+        bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             y = self._gather(y)
             bias = None if bias is None else self._gather(bias)
@@ -211,9 +212,9 @@ class RowParallelLinear(_ParallelModule):
         if self.sequence_parallel and self.training:
             added = None if self.bias is None or self.skip_bias_add else replicated_to_partial(self.bias, self.tp)
             y = reduce_scatter_to_sequence_region(linear(x, self.weight, added), self.tp)
-            # a caller adds the bias to this rank's positions alone
-            bias = None if self.bias is None else copy_to_region(self.bias, self.tp)
-            return (y, bias) if self.skip_bias_add else y
+            if self.skip_bias_add:  # the caller adds the bias to this rank's positions alone
+                return y, None if self.bias is None else copy_to_region(self.bias, self.tp)
+            return y
         # The bias is added after the sum: before it, it would count once per rank.
         y = reduce_from_region(linear(x, self.weight), self.tp)  # partial sums [..., out] -> [..., out]
         if self.skip_bias_add:

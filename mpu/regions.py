@@ -9,7 +9,9 @@ group. Each function crosses the border of a region; forward and backward are tr
     scatter_to_region     take my slice       all-gather
     gather_from_region    all-gather          take my slice
 
-Sequence parallelism (Korthikanti et al., 2022) also splits positions, dimension 1 of [b, s, ...], between the regions:
+Sequence parallelism (Korthikanti et al., 2022) also splits positions, between the regions: rank r has the r-th part of
+the flattened [b * s, ...], shaped [b, s / tp, ...]. What treats each position alone sees no difference, and nothing is
+copied before or after a collective.
 
     gather_from_sequence_region         all-gather          reduce-scatter
     reduce_scatter_to_sequence_region   reduce-scatter      all-gather
@@ -86,26 +88,36 @@ class _Gather(torch.autograd.Function):
         return _my_slice(grads[0], ctx.tp), None
 
 
+def all_gather_positions(x: Tensor, tp: Group) -> Tensor:
+    """[b, s / tp, ...] -> [b, s, ...]"""
+    return all_gather(x.flatten(0, 1), tp, 0).unflatten(0, (len(x), -1))
+
+
+def reduce_scatter_positions(x: Tensor, tp: Group) -> Tensor:
+    """[b, s, ...] -> the sum over ranks at this rank's positions, [b, s / tp, ...]"""
+    return reduce_scatter(x.flatten(0, 1), tp).unflatten(0, (len(x), -1))
+
+
 class _GatherSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
         ctx.tp = tp
-        return all_gather(x, tp, 1)  # [b, s / tp, ...] -> [b, s, ...]
+        return all_gather_positions(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter(grads[0], ctx.tp, 1), None  # [b, s, ...] -> [b, s / tp, ...]
+        return reduce_scatter_positions(grads[0], ctx.tp), None
 
 
 class _ReduceScatterSequence(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
         ctx.tp = tp
-        return reduce_scatter(x, tp, 1)  # [b, s, ...] -> [b, s / tp, ...]
+        return reduce_scatter_positions(x, tp)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.tp, 1), None  # [b, s / tp, ...] -> [b, s, ...]
+        return all_gather_positions(grads[0], ctx.tp), None
 
 
 def _apply(function: type[torch.autograd.Function], x: Tensor, tp: Group) -> Tensor:

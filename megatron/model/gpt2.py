@@ -46,7 +46,8 @@ class GPT2(nn.Module):
         self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp, self.sequence_parallel)
                                     for number in range(config.num_layers))
-        self.ln_f = init.layer_norm(config.hidden_size, config.layernorm_epsilon, tp if self.sequence_parallel else SOLO)
+        self.ln_f = init.layer_norm(config.hidden_size, config.layernorm_epsilon,
+                                    tp if self.sequence_parallel else SOLO)
         # run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it.
         self.run_blocks: Callable[..., Tensor] = run_in_order
         # Called with the blocks that run, if layer dropping leaves some out.

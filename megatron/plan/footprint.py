@@ -380,9 +380,9 @@ class Activations:
     Autograd saves the tensors that a backward formula reads, each storage once (T tokens, h hidden, f MLP width, t
     tensor parallel ranks): LayerNorm its input [T, h] with mean and 1/std [T]; a linear layer its input; attention q,
     k, v [T, 3h/t], its output [T, h/t] and an fp32 log-sum-exp per row and head; GELU its input [T, f/t]; dropout a
-    mask [T, h]. With sequence parallelism every [T, h] and [T] is [T/t, h] and [T/t]. Activation checkpointing saves the input [T, h] of each chunk of blocks instead: in place, partitioned
-    over tensor parallel ranks, on the host, or in a contiguous buffer. CPU attention with dropout is unfused: fp32,
-    three [s, s] matrices a head.
+    mask [T, h]. With sequence parallelism every [T, h] and [T] is [T/t, h] and [T/t]. Activation checkpointing saves
+    the input [T, h] of each chunk of blocks instead: in place, partitioned over tensor parallel ranks, on the host, or
+    in a contiguous buffer. CPU attention with dropout is unfused: fp32, three [s, s] matrices a head.
     """
 
     def __init__(self, run: PlannedRun) -> None:
@@ -393,9 +393,9 @@ class Activations:
         self.gathered_bytes = tokens * model.hidden_size * param_bytes  # [T, h] of the residual stream, all positions
         self.residual_bytes = self.gathered_bytes // shards  # those of this rank
         self.mlp_bytes = tokens * model.ffn_size // tp * param_bytes  # [T, f/t] inside the MLP
-        self.layernorm_stats = 2 * tokens // shards * (FP32 if on_gpu else param_bytes)  # mean and 1/std of a LayerNorm
+        self.layernorm_stats = 2 * tokens // shards * (FP32 if on_gpu else param_bytes)  # of one LayerNorm
         if shards > 1:
-            self.layernorm_stats += 2 * model.hidden_size * param_bytes  # its weight and bias, stacked for one all-reduce
+            self.layernorm_stats += 2 * model.hidden_size * param_bytes  # weight and bias, stacked
         mask_bytes = 1 if on_gpu else param_bytes
         dropout_mask = tokens // shards * model.hidden_size * mask_bytes if model.hidden_dropout else 0
 
