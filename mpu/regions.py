@@ -90,12 +90,12 @@ class _Gather(torch.autograd.Function):
 
 def all_gather_positions(x: Tensor, tp: Group) -> Tensor:
     """[b, s / tp, ...] -> [b, s, ...]"""
-    return all_gather(x.flatten(0, 1), tp, 0).unflatten(0, (len(x), -1))
+    return all_gather(x.flatten(0, 1), tp, 0).view(len(x), -1, *x.shape[2:])
 
 
 def reduce_scatter_positions(x: Tensor, tp: Group) -> Tensor:
     """[b, s, ...] -> the sum over ranks at this rank's positions, [b, s / tp, ...]"""
-    return reduce_scatter(x.flatten(0, 1), tp).unflatten(0, (len(x), -1))
+    return reduce_scatter(x.flatten(0, 1), tp).view(len(x), -1, *x.shape[2:])
 
 
 class _GatherSequence(torch.autograd.Function):
