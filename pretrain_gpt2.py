@@ -97,7 +97,7 @@ def _run(stop: StopListener) -> int:
                                            writes=groups.world.rank == 0, extra_line=recomputation.report,
                                            survives_closed_stdout=config.save.save is not None))
         unused = (*(ineffective_on_gpu_notes(config.zero) if device.type == "cuda" else ()),
-                  *recompute_notes(config.recompute, groups.tp.size, device),
+                  *recompute_notes(config.recompute, config.parallel, device),
                   *processor_notes(config.precision.name, device))
         log.start_run(config, header_record(config, groups, device), header_lines(config, groups, device, tokenizer))
         for line in (*engine.notes, *config.notes, *unused, *datasets.notes, *checkpoints.notes, *log.notes):

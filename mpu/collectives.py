@@ -5,10 +5,10 @@ buffer may be written and no destination read. Several may be in flight: every r
 the same order. `backend_for` chooses by where the tensors are: torch's own operations for accelerators, broadcasts and
 sends over gloo for the CPU.
 
-`all_reduce` and `all_gather` return a new tensor; only these may be used inside autograd, which may have saved the
-argument. They are torch's functional collectives, which torch.compile can trace. `all_gather_json`, `broadcast_json`,
-`all_reduce_scalars` and `barrier` run over gloo on the host (the group's control process group), so they never wait
-behind a kernel. On a group of one every operation is the identity and needs no process group.
+`all_reduce`, `all_gather` and `reduce_scatter` return a new tensor; only these may be used inside autograd, which may
+have saved the argument. They are torch's functional collectives, which torch.compile can trace. `all_gather_json`,
+`broadcast_json`, `all_reduce_scalars` and `barrier` run over gloo on the host (the group's control process group), so
+they never wait behind a kernel. On a group of one every operation is the identity and needs no process group.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import json
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from datetime import timedelta
-from functools import wraps
+from functools import reduce, wraps
 from typing import Any, Concatenate, Literal, ParamSpec, cast
 
 import torch
@@ -293,7 +293,22 @@ def all_gather(x: Tensor, group: Group, dim: int = -1) -> Tensor:
     # torch concatenates along the first dimension only, hence the extra one: [1, ..., n, ...] -> [size, ..., n, ...]
     parts = _wait_tensor(torch.ops._c10d_functional.all_gather_into_tensor(
         x.unsqueeze(0).contiguous(), group.size, group.group_name_for(x)))
-    return torch.cat(parts.unbind(0), dim)  # [size, ..., n, ...] -> [..., size * n, ...]
+    # [size, ..., n, ...] -> [..., size * n, ...]; the first dimension is joined already
+    return parts.flatten(0, 1) if dim == 0 else torch.cat(parts.unbind(0), dim)
+
+
+@via_host
+def reduce_scatter(x: Tensor, group: Group) -> Tensor:
+    """This rank's slice along dimension 0 of the sum of every rank's x."""
+    if group.is_solo:
+        return x
+    name, rows = group.group_name_for(x), x.unflatten(0, (group.size, -1)).contiguous()  # row r is for rank r
+    if on_accelerator(x):
+        return _wait_tensor(torch.ops._c10d_functional.reduce_scatter_tensor(rows, "sum", group.size, name)).squeeze(0)
+    # gloo's own takes as long as its all-reduce; exchanged rows, added here, take half of that
+    each = [1] * group.size
+    received = _wait_tensor(torch.ops._c10d_functional.all_to_all_single(rows, each, each, name))
+    return reduce(torch.add, received.unbind(0))
 
 
 def _wait_tensor(x: Tensor) -> Tensor:

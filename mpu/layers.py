@@ -6,10 +6,12 @@
     ParallelEmbedding        the table split by columns (features)
 
 A column layer that keeps its output split, followed by a row layer, needs one all-reduce in forward and one in
-backward. Weights are stored as in torch.nn.Linear: [out, in]. A function as `init_method` fills the *logical* (unsplit)
-weight in fp32 on the CPU in one call, and it is then sliced; a `CounterRNGInit` draws only this rank's slice
-(weight_init.py), now or deferred. The same seed gives the same model for every tp size. `tp=None` means the current
-group (parallel_state.py).
+backward. With `sequence_parallel` the input of the first and the output of the second are this rank's positions, [b, s
+/ tp, ...], while the module trains: an all-gather and a reduce-scatter replace the all-reduce, and what is between row
+and column layers is kept once, not on every rank. Weights are stored as in torch.nn.Linear: [out, in]. A function as
+`init_method` fills the *logical* (unsplit) weight in fp32 on the CPU in one call, and it is then sliced; a
+`CounterRNGInit` draws only this rank's slice (weight_init.py), now or deferred. The same seed gives the same model for
+every tp size. `tp=None` means the current group (parallel_state.py).
 """
 
 from __future__ import annotations
@@ -27,7 +29,9 @@ from mpu.grads import MainGrad
 from mpu.groups import Group
 from mpu.parallel_state import tp_group_or_current
 from mpu.partition import local_slice, partition_of, set_partition
-from mpu.regions import copy_to_region, gather_from_region, reduce_from_region, scatter_to_region
+from mpu.regions import (all_gather_positions, copy_to_region, gather_from_region, reduce_from_region,
+                         reduce_scatter_positions, reduce_scatter_to_sequence_region, replicated_to_partial,
+                         scatter_to_region)
 from mpu.split import ParallelError, Partition, divide, split_range
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, set_initializer,
                              strided_segments_of)
@@ -57,6 +61,50 @@ def linear(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
         y = torch.mm(weight, columns) if bias is None else torch.addmm(bias[:, None], weight, columns)
         y = y.t().contiguous()  # [out, rows] -> [rows, out]
     return y.view(*x.shape[:-1], len(weight))
+
+
+class _GatherLinear(torch.autograd.Function):
+    """x W^T + b of all positions: keeps this rank's positions of x, and gathers the others again in backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, tp: Group) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.tp, ctx.has_bias = tp, bias is not None
+        return F.linear(all_gather_positions(x, tp), weight, bias)  # [b, s / tp, in] -> [b, s, in] -> [b, s, out / tp]
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
+        x, weight = ctx.saved_tensors
+        rows = grads[0].flatten(0, 1)  # [b * s, out / tp]
+        d_weight = rows.t() @ all_gather_positions(x, ctx.tp).flatten(0, 1)
+        d_x = reduce_scatter_positions(grads[0] @ weight, ctx.tp)  # [b, s, in] -> [b, s / tp, in]
+        return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None
+
+
+class SequenceParallelLayerNorm(nn.LayerNorm):
+    """A LayerNorm of this rank's positions while it trains: the gradients of weight and bias are summed over ranks."""
+
+    def __init__(self, size: int, eps: float, tp: Group) -> None:
+        super().__init__(size, eps=eps)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        if not self.training:
+            return super().forward(x)
+        weight, bias = copy_to_region(torch.stack([self.weight, self.bias]), self.tp)  # [2, h]: one all-reduce for both
+        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
+
+
+class SequenceParallelRMSNorm(nn.RMSNorm):
+    """The same of RMSNorm."""
+
+    def __init__(self, size: int, eps: float, tp: Group) -> None:
+        super().__init__(size, eps=eps)
+        self.tp = tp
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = copy_to_region(self.weight, self.tp) if self.training else self.weight
+        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
 
 
 class _ParallelModule(nn.Module):
@@ -116,18 +164,24 @@ class ColumnParallelLinear(_ParallelModule):
 
     def __init__(self, input_size: int, output_size: int, bias: bool = True, gather_output: bool = True,
                  init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
-                 keep_master_weight_for_test: bool = False, skip_bias_add: bool = False, *, tp: Group | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+                 keep_master_weight_for_test: bool = False, skip_bias_add: bool = False, *,
+                 sequence_parallel: bool = False, tp: Group | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None) -> None:
         shape = (output_size, input_size)
         super().__init__(shape, shape, Partition(0, stride), init_method, tp, dtype, device)
         self.gather_output, self.stride, self.skip_bias_add = gather_output, stride, skip_bias_add
+        self.sequence_parallel = sequence_parallel and not self.tp.is_solo
         self.bias = self.make_bias(self.weight.shape[0], Partition(0, stride)) if bias else None
         full = self.reset_parameters()
         self.master_weight = full if keep_master_weight_for_test else None
 
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], or [..., out / tp] without `gather_output`."""
-        y = linear(copy_to_region(x, self.tp), self.weight, None if self.skip_bias_add else self.bias)
+        added = None if self.skip_bias_add else self.bias
+        if self.sequence_parallel and self.training:
+            y = cast(Tensor, _GatherLinear.apply(x, self.weight, added, self.tp))  # type: ignore[no-untyped-call]
+        else:
+            y = linear(copy_to_region(x, self.tp), self.weight, added)
         bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             y = self._gather(y)
@@ -150,11 +204,13 @@ class RowParallelLinear(_ParallelModule):
 
     def __init__(self, input_size: int, output_size: int, bias: bool = True, input_is_parallel: bool = False,
                  init_method: InitMethod = nn.init.xavier_normal_, stride: int = 1,
-                 keep_master_weight_for_test: bool = False, skip_bias_add: bool = False, *, tp: Group | None = None,
-                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
+                 keep_master_weight_for_test: bool = False, skip_bias_add: bool = False, *,
+                 sequence_parallel: bool = False, tp: Group | None = None, dtype: torch.dtype | None = None,
+                 device: torch.device | str | None = None) -> None:
         shape = (output_size, input_size)
         super().__init__(shape, shape, Partition(1, stride), init_method, tp, dtype, device)
         self.input_is_parallel, self.stride, self.skip_bias_add = input_is_parallel, stride, skip_bias_add
+        self.sequence_parallel = sequence_parallel and not self.tp.is_solo
         self.bias = self.make_bias(output_size, None) if bias else None
         full = self.reset_parameters()
         self.master_weight = full if keep_master_weight_for_test else None
@@ -165,6 +221,12 @@ class RowParallelLinear(_ParallelModule):
             x = self._scatter(x)
         if self.tp.is_solo and not self.skip_bias_add:
             return linear(x, self.weight, self.bias)  # one fused operation
+        if self.sequence_parallel and self.training:
+            added = None if self.bias is None or self.skip_bias_add else replicated_to_partial(self.bias, self.tp)
+            y = reduce_scatter_to_sequence_region(linear(x, self.weight, added), self.tp)
+            if self.skip_bias_add:  # the caller adds the bias to this rank's positions alone
+                return y, None if self.bias is None else copy_to_region(self.bias, self.tp)
+            return y
         # The bias is added after the sum: before it, it would count once per rank.
         y = reduce_from_region(linear(x, self.weight), self.tp)  # partial sums [..., out] -> [..., out]
         if self.skip_bias_add:
@@ -201,6 +263,10 @@ class VocabParallelEmbedding(_ParallelModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] integers -> [..., dim]."""
+        return reduce_from_region(self.partial_sum(tokens), self.tp)
+
+    def partial_sum(self, tokens: Tensor) -> Tensor:
+        """[...] integers -> [..., dim]; its sum over ranks is the embedding."""
         if not on_accelerator(tokens) and tokens.numel():
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_embeddings:
@@ -212,7 +278,7 @@ class VocabParallelEmbedding(_ParallelModule):
         start, stop = self.vocab_range
         not_local = (tokens < start) | (tokens >= stop)
         rows = self._look_up((tokens - start).masked_fill(not_local, 0))
-        return reduce_from_region(rows.masked_fill(not_local.unsqueeze(-1), 0), self.tp)
+        return rows.masked_fill(not_local.unsqueeze(-1), 0)
 
     def _look_up(self, rows: Tensor) -> Tensor:
         # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.

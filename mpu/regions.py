@@ -1,4 +1,4 @@
-"""The four autograd functions between replicated and split activations.
+"""The autograd functions between replicated and split activations.
 
 In a *region* the last dimension of the activations, or the sum that computes them, is split over the tensor-parallel
 group. Each function crosses the border of a region; forward and backward are transposes:
@@ -8,6 +8,13 @@ group. Each function crosses the border of a region; forward and backward are tr
     reduce_from_region    all-reduce          identity
     scatter_to_region     take my slice       all-gather
     gather_from_region    all-gather          take my slice
+
+Sequence parallelism (Korthikanti et al., 2022) also splits positions, between the regions: rank r has the r-th part of
+the flattened [b * s, ...], shaped [b, s / tp, ...]. What treats each position alone sees no difference, and nothing is
+copied before or after a collective.
+
+    gather_from_sequence_region         all-gather          reduce-scatter
+    reduce_scatter_to_sequence_region   reduce-scatter      all-gather
 
 A replicated tensor has the same value and gradient on every rank; the gradient counts once, not once per rank. On a
 group of one each function returns its argument. Collectives are out of place, since autograd may have saved the tensor.
@@ -20,7 +27,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from mpu.collectives import all_gather, all_reduce
+from mpu.collectives import all_gather, all_reduce, reduce_scatter
 from mpu.groups import Group
 from mpu.split import split_range
 
@@ -81,6 +88,38 @@ class _Gather(torch.autograd.Function):
         return _my_slice(grads[0], ctx.tp), None
 
 
+def all_gather_positions(x: Tensor, tp: Group) -> Tensor:
+    """[b, s / tp, ...] -> [b, s, ...]"""
+    return all_gather(x.flatten(0, 1), tp, 0).view(len(x), -1, *x.shape[2:])
+
+
+def reduce_scatter_positions(x: Tensor, tp: Group) -> Tensor:
+    """[b, s, ...] -> the sum over ranks at this rank's positions, [b, s / tp, ...]"""
+    return reduce_scatter(x.flatten(0, 1), tp).view(len(x), -1, *x.shape[2:])
+
+
+class _GatherSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return all_gather_positions(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return reduce_scatter_positions(grads[0], ctx.tp), None
+
+
+class _ReduceScatterSequence(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
+        ctx.tp = tp
+        return reduce_scatter_positions(x, tp)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
+        return all_gather_positions(grads[0], ctx.tp), None
+
+
 def _apply(function: type[torch.autograd.Function], x: Tensor, tp: Group) -> Tensor:
     return x if tp.is_solo else cast(Tensor, function.apply(x, tp))
 
@@ -103,3 +142,19 @@ def scatter_to_region(x: Tensor, tp: Group) -> Tensor:
 def gather_from_region(x: Tensor, tp: Group) -> Tensor:
     """This rank's slice [..., n / tp] -> all slices [..., n], replicated."""
     return _apply(_Gather, x, tp)
+
+
+def gather_from_sequence_region(x: Tensor, tp: Group) -> Tensor:
+    """This rank's positions [b, s / tp, ...] -> all [b, s, ...]; each rank uses them differently, so backward sums."""
+    return _apply(_GatherSequence, x, tp)
+
+
+def reduce_scatter_to_sequence_region(x: Tensor, tp: Group) -> Tensor:
+    """Partial sums [b, s, ...] -> their sum at this rank's positions, [b, s / tp, ...]."""
+    return _apply(_ReduceScatterSequence, x, tp)
+
+
+def replicated_to_partial(x: Tensor, tp: Group) -> Tensor:
+    """Replicated -> a term of a partial sum: x on the first rank, zeros on the others. Each rank has the gradient of
+    the sum, so a parameter that is added before a reduce-scatter needs no reduction of its gradient."""
+    return x if tp.rank == 0 else x - x.detach()

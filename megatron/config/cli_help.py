@@ -82,7 +82,6 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "pipeline-model-parallel-size": (_PIPELINE, "1"),
     "num-layers-per-virtual-pipeline-stage": _PIPELINE,
     "context-parallel-size": (_SEQUENCE, "1"),
-    "sequence-parallel": _SEQUENCE,
     "expert-model-parallel-size num-experts": ("there are no experts in this model", "1"),
     "use-torch-fsdp2 fsdp": "use --zero-stage 3",
     "accumulate-allreduce-grads-in-fp32": "leave it out: sums over micro-batches are fp32; --fp32-allreduce also "

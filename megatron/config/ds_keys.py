@@ -75,7 +75,7 @@ _ZEROPP = "quantised and hierarchical exchange (ZeRO++, MiCS) does not exist her
 _ONE_BACKEND = "what is packed to one bit travels like everything else"
 _16BIT_STATE = "master weights, gradients' sums and moments are fp32 here"
 _NO_PIPELINE = "there is no pipeline parallelism here"
-_NO_SEQUENCE = "there is no sequence parallelism here"
+_NO_SEQUENCE = "there is no sequence parallelism of attention (Ulysses) here"
 _ZERO_SECTION, _OFFLOAD_OPTIMIZER_SECTION = "zero_optimization.", "zero_optimization.offload_optimizer"
 _WEIGHT_QUANTIZATION = "compression_training.weight_quantization.shared_parameters."
 

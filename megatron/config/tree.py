@@ -71,6 +71,9 @@ class Config:
         for name in ("num_attention_heads", "num_query_groups", "hidden_size", "intermediate_size"):
             value = getattr(model, name)
             require(value is None or value % tp == 0, f"{{{name}=}} is not divisible by {{model_parallel_size=}}")
+        require(not self.parallel.sequence_parallel or self.seq_length % tp == 0, "{sequence_parallel} gives each "
+                "rank as many positions, and {seq_length} {length} is not divisible by {model_parallel_size=}",
+                length=self.seq_length)
         if model.memory_centric_tiled_linear:
             require(tp == 1, "{memory_centric_tiled_linear} and {model_parallel_size=} exclude each other: both cut "
                     "the matrices of a block; give one of them")

@@ -14,6 +14,8 @@ class ParallelConfig(ConfigSection):
     """How the ranks are arranged: the data parallel size is the number of ranks / the tensor parallel size."""
 
     model_parallel_size: int = setting(1, "tensor parallel size", "tensor-model-parallel-size", common=True, ge=1)
+    sequence_parallel: bool = setting(False, "split LayerNorms, dropout and the residual stream over tensor parallel "
+                                             "ranks by position: less activation memory")
     distributed_backend: Literal["nccl", "gloo"] | None = setting(
         None, "communication backend (default: nccl with GPUs, gloo without)", "backend")
     distributed_timeout_seconds: float = setting(600.0, "longest wait for a peer in one collective", gt=0)
@@ -21,6 +23,11 @@ class ParallelConfig(ConfigSection):
         None, "the same until all ranks have taken a step: meeting, indexing the corpus, loading, compiling (default: "
         "three times as long)", gt=0)
     local_rank: int | None = setting(None, "accepted for old launchers: LOCAL_RANK in the environment is used")
+
+    def notes(self) -> list[str]:
+        """Notes on settings that are on but have no effect."""
+        return [" note: --sequence-parallel has no effect: the tensor parallel size is 1"
+                ] if self.sequence_parallel and self.model_parallel_size == 1 else []
 
     @property
     def startup_limit(self) -> float:

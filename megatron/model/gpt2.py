@@ -8,6 +8,7 @@ loss or a sample.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from math import prod
@@ -24,15 +25,20 @@ from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group
 from mpu.layers import VocabParallelEmbedding, linear
-from mpu.regions import copy_to_region, gather_from_region
+from mpu.random import get_rng_tracker
+from mpu.regions import (copy_to_region, gather_from_region, gather_from_sequence_region,
+                         reduce_scatter_to_sequence_region, replicated_to_partial)
 from mpu.split import pad_vocab
 
 
 class GPT2(nn.Module):
-    def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234, deferred: bool = False) -> None:
-        """`deferred`: allocate no parameters; an engine draws their values."""
+    def __init__(self, config: ModelConfig, tp: Group = SOLO, seed: int = 1234, deferred: bool = False,
+                 sequence_parallel: bool = False) -> None:
+        """`deferred`: allocate no parameters; an engine draws their values. `sequence_parallel`: in training each
+        tensor parallel rank has s / tp positions of the residual stream."""
         super().__init__()
         self.config, self.tp, self.seed = config, tp, seed
+        self.sequence_parallel = sequence_parallel and not tp.is_solo
         init = GPT2Init(config.init_method_std, config.num_layers, seed, deferred)
         padded = pad_vocab(config.known_vocab_size, config.make_vocab_size_divisible_by, tp.size)
         self.wte = VocabParallelEmbedding(config.known_vocab_size, config.hidden_size, init.weight("wte.weight"),
@@ -40,13 +46,17 @@ class GPT2(nn.Module):
         self.wpe = None
         if config.position_embedding_type == "learned_absolute":
             self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
-        self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp)
+        self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp, self.sequence_parallel)
                                     for number in range(config.num_layers))
-        self.ln_f = init.norm(config)
+        self.ln_f = init.norm(config, tp if self.sequence_parallel else SOLO)
         # run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it.
         self.run_blocks: Callable[..., Tensor] = run_in_order
         # Called with the blocks that run, if layer dropping leaves some out.
         self.on_blocks_chosen: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
+
+    @property
+    def positions_are_split(self) -> bool:
+        return self.sequence_parallel and self.training
 
     @property
     def device(self) -> torch.device:
@@ -69,7 +79,11 @@ class GPT2(nn.Module):
         vocabulary (on CPU)."""
         drops = progressive_layer_drop and self.training
         blocks = self._choose_blocks(pld_step, pld_theta) if drops else None
-        x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
+        # With split positions every dropout mask differs between ranks: one fork for all of them, outside of what is
+        # compiled. A recomputation restores the generator as it was inside.
+        has_dropout = self.config.hidden_dropout or self.config.attention_dropout
+        with get_rng_tracker().fork() if self.positions_are_split and has_dropout else nullcontext():
+            x = self.hidden_states(tokens, positions, segments, blocks)  # [b, s, h]
         if targets is None:
             return self.logits(x[:, -1])
         if not on_accelerator(targets) and targets.numel():
@@ -81,7 +95,8 @@ class GPT2(nn.Module):
         return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
                                     vocab_size=self.config.known_vocab_size, loss_weight=weight.flatten(),
                                     grad_scale=grad_scale, weight_main_grad=self.wte.weight_main_grad,
-                                    z_loss=self.config.z_loss if self.training else 0.0)
+                                    z_loss=self.config.z_loss if self.training else 0.0,
+                                    sums_hidden_grad=not self.positions_are_split)
 
     def _choose_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
         """The blocks that run in this step. The others are not called, so the engine does not gather them."""
@@ -97,16 +112,22 @@ class GPT2(nn.Module):
             require(length <= longest, f"a sequence of {length} tokens is longer than the {longest} positions of the "
                     "model; cut it, or give ModelConfig a larger max_position_embeddings")
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x, rotary = self.wte(tokens), None
-        if self.wpe is not None:
-            x = x + self.wpe(positions)
-        else:
+        x = self.wte.partial_sum(tokens) if self.positions_are_split else self.wte(tokens)
+        rotary = None
+        if self.wpe is None:
             rotary = rotary_table(positions, self.config.head_size, self.config.rotary_base, x.dtype)
+        elif self.positions_are_split:
+            x = x + replicated_to_partial(self.wpe(positions), self.tp)
+        else:
+            x = x + self.wpe(positions)
+        if self.positions_are_split:  # [b, s, h] -> [b, s / tp, h]
+            x = reduce_scatter_to_sequence_region(x, self.tp)
         if self.config.hidden_dropout:
             x = F.dropout(x, self.config.hidden_dropout, self.training)
         mask = None if segments is None else document_mask(segments)
         x = self.run_blocks(list(self.blocks if blocks is None else blocks), x, mask, rotary)
-        return self.ln_f(x)  # type: ignore[no-any-return]
+        x = self.ln_f(x)
+        return gather_from_sequence_region(x, self.tp) if self.positions_are_split else x
 
     def logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
@@ -114,7 +135,7 @@ class GPT2(nn.Module):
 
     def local_logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., padded V / tp]: this rank's columns, including padding."""
-        return linear(copy_to_region(x, self.tp), self.wte.weight)
+        return linear(x if self.positions_are_split else copy_to_region(x, self.tp), self.wte.weight)
 
 
 def run_in_order(blocks: Sequence[Callable[..., Tensor]], x: Tensor, *args: Any) -> Tensor:

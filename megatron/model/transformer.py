@@ -21,8 +21,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from megatron.config.tree import ModelConfig
-from mpu.groups import Group
-from mpu.layers import ColumnParallelLinear, RowParallelLinear
+from mpu.groups import SOLO, Group
+from mpu.layers import ColumnParallelLinear, RowParallelLinear, SequenceParallelLayerNorm, SequenceParallelRMSNorm
 from mpu.random import get_rng_tracker
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, rng_key,
                              set_initializer, strided_segments_of)
@@ -48,10 +48,16 @@ class GPT2Init:
     def residual_weight(self, name: str) -> CounterRNGInit:
         return replace(self.weight(name), std=self._std / math.sqrt(2.0 * self._layers))
 
-    def norm(self, config: ModelConfig) -> nn.LayerNorm | nn.RMSNorm:
-        """Weight 1, and bias 0 if it has one."""
-        kind = nn.RMSNorm if config.normalization == "RMSNorm" else nn.LayerNorm
-        norm = kind(config.hidden_size, eps=config.layernorm_epsilon)
+    def norm(self, config: ModelConfig, sequence_group: Group) -> nn.LayerNorm | nn.RMSNorm:
+        """Weight 1, and bias 0 if it has one; of positions that are split over `sequence_group`."""
+        size, eps = config.hidden_size, config.layernorm_epsilon
+        norm: nn.LayerNorm | nn.RMSNorm
+        if config.normalization == "RMSNorm":
+            norm = nn.RMSNorm(size, eps) if sequence_group.is_solo else SequenceParallelRMSNorm(
+                size, eps, sequence_group)
+        else:
+            norm = nn.LayerNorm(size, eps) if sequence_group.is_solo else SequenceParallelLayerNorm(
+                size, eps, sequence_group)
         for name, parameter in norm.named_parameters():
             value = ConstantInitializer(1.0 if name == "weight" else 0.0)
             set_initializer(parameter, value, deferred=True)  # torch has already filled it
@@ -72,27 +78,30 @@ class Attention(nn.Module):
     """A column-parallel projection to q, k and v (stride 3: each is sharded by heads), attention over this rank's
     heads, and a row-parallel projection back. Grouped-query attention has two projections, to q and to k and v."""
 
-    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group, sequence_parallel: bool) -> None:
         super().__init__()
         h = config.hidden_size
         self.heads, self.kv_heads = config.num_attention_heads // tp.size, config.kv_heads // tp.size
         self.head_width = config.head_size
         self.dropout, self.qk_norm = config.attention_dropout, config.qk_norm
-        self.heads_are_sharded = tp.size > 1
+        self.forks_rng = tp.size > 1 and not sequence_parallel  # GPT2.forward does so for all dropout then
         if self.kv_heads == self.heads:
             self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"),
-                                            stride=3, tp=tp)
+                                            stride=3, sequence_parallel=sequence_parallel, tp=tp)
         else:
-            self.q = ColumnParallelLinear(h, h, gather_output=False, init_method=init.weight("q.weight"), tp=tp)
+            self.q = ColumnParallelLinear(h, h, gather_output=False, init_method=init.weight("q.weight"),
+                                          sequence_parallel=sequence_parallel, tp=tp)
             self.kv = ColumnParallelLinear(h, 2 * config.kv_heads * self.head_width, gather_output=False,
-                                           init_method=init.weight("kv.weight"), stride=2, tp=tp)
+                                           init_method=init.weight("kv.weight"), stride=2,
+                                           sequence_parallel=sequence_parallel, tp=tp)
         self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
-                                      tp=tp)
+                                      sequence_parallel=sequence_parallel, tp=tp)
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Tensor | None = None,
                 cached: CachedAttentionFn | None = None) -> Tensor:
-        b, s, _ = x.shape
-        q, k, v = (part.view(b, s, -1, self.head_width) for part in self._project(x))
+        projected = self._project(x)  # all positions, also where x has this rank's
+        b, s, _ = projected[0].shape
+        q, k, v = (part.view(b, s, -1, self.head_width) for part in projected)
         if self.qk_norm:
             q, k = (F.rms_norm(part, (self.head_width,)) for part in (q, k))
         if rotary is not None:
@@ -101,7 +110,7 @@ class Attention(nn.Module):
             return self.proj(cached(q, k, v).flatten(2))  # type: ignore[no-any-return]
         q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [b, s, n or g, d] -> [b, n or g, s, d]
         dropout = self.dropout if self.training else 0.0
-        if dropout and self.heads_are_sharded:  # each rank has other heads, so their dropout masks must differ
+        if dropout and self.forks_rng:  # each rank has other heads, so their dropout masks must differ
             with get_rng_tracker().fork():
                 y = self._attend(q, k, v, mask, dropout)
         else:
@@ -144,15 +153,15 @@ def document_mask(segments: Tensor) -> Tensor:
 
 
 class MLP(nn.Module):
-    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group, sequence_parallel: bool) -> None:
         super().__init__()
         h, ffn = config.hidden_size, config.ffn_size
         self.activation = config.activation
         gates = 2 if self.activation == "swiglu" else 1  # the gate and what it scales, in one product
         self.fc = ColumnParallelLinear(h, gates * ffn, gather_output=False, init_method=init.weight("fc.weight"),
-                                       stride=gates, tp=tp)
+                                       stride=gates, sequence_parallel=sequence_parallel, tp=tp)
         self.proj = RowParallelLinear(ffn, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
-                                      tp=tp)
+                                      sequence_parallel=sequence_parallel, tp=tp)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.proj(self._activate(self.fc(x)))  # type: ignore[no-any-return]
@@ -165,22 +174,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group) -> None:
+    def __init__(self, config: ModelConfig, init: GPT2Init, tp: Group, sequence_parallel: bool) -> None:
         super().__init__()
+        sequence_group = tp if sequence_parallel else SOLO
         self.dropout = config.hidden_dropout
-        self.ln_1 = init.norm(config)
-        self.attn = Attention(config, init.submodule("attn"), tp)
-        self.ln_2 = init.norm(config)
-        self.mlp = MLP(config, init.submodule("mlp"), tp)
+        self.ln_1 = init.norm(config, sequence_group)
+        self.attn = Attention(config, init.submodule("attn"), tp, sequence_parallel)
+        self.ln_2 = init.norm(config, sequence_group)
+        self.mlp = MLP(config, init.submodule("mlp"), tp, sequence_parallel)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rotary: Tensor | None = None, scale: float | None = None,
                 cached: CachedAttentionFn | None = None) -> Tensor:
-        """[b, s, h] -> [b, s, h]"""
+        """[b, s, h] -> [b, s, h], or with sequence parallelism [b, s / tp, h] -> [b, s / tp, h]"""
         x = _add_branch(x, self._apply_dropout(self.attn(self.ln_1(x), mask, rotary, cached)), scale)
         return _add_branch(x, self._apply_dropout(self.mlp(self.ln_2(x))), scale)
 
     def _apply_dropout(self, x: Tensor) -> Tensor:
-        # x is replicated here: every tensor parallel rank draws the same mask from the default RNG stream.
+        # Where x is replicated, every tensor parallel rank draws the same mask from the default RNG stream.
         return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 

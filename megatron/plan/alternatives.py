@@ -137,7 +137,8 @@ def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
         yield f"--batch-size {smaller} --global-batch-size {total}", {"train": train}
     switches = ["checkpoint_activations"]
     if config.recompute.checkpoint_activations:
-        switches = ["partition_activations"] * (run.tp > 1) + ["cpu_checkpointing"] * (run.device == "cuda")
+        switches = ["partition_activations"] * (run.tp > run.sequence_shards)
+        switches += ["cpu_checkpointing"] * (run.device == "cuda")
     for switch in switches:
         if not getattr(config.recompute, switch):
             yield flag_name(switch), {"recompute": replace(config.recompute, **{switch: True})}

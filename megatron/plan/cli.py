@@ -269,8 +269,8 @@ def _describe_run(requested: PlannedRun, machine: TargetMachine, report: dict[st
            f"{requested.tp}, data parallel {requested.dp}")
     recomputed, chunk = "nothing recomputed", requested.activations.chunk
     if chunk is not None:
-        split = (f"split over {requested.tp} ranks" if config.recompute.partition_activations and requested.tp > 1
-                 else "kept whole")
+        parts = requested.tp if config.recompute.partition_activations else requested.sequence_shards
+        split = f"split over {parts} ranks" if parts > 1 else "kept whole"
         recomputed = (f"{'every block' if chunk == 1 else f'every {chunk} blocks'} recomputed from an input {split} on "
                       f"the {'host' if requested.activations.inputs_are_on_host else 'device'}")
     yield (f"{steps} micro-batch{'es' * (steps > 1)} of {config.train.batch_size} x {config.seq_length} tokens per "

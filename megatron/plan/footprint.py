@@ -103,6 +103,11 @@ class PlannedRun:
     def tp(self) -> int:
         return self.config.parallel.model_parallel_size
 
+    @property
+    def sequence_shards(self) -> int:
+        """Ranks that split the positions of the residual stream."""
+        return self.tp if self.config.parallel.sequence_parallel else 1
+
     @cached_property
     def dp(self) -> int:
         return data_parallel_size(self.ranks, self.tp)
@@ -375,19 +380,24 @@ class Activations:
     Autograd saves the tensors that a backward formula reads, each storage once (T tokens, h hidden, f MLP width, t
     tensor parallel ranks): LayerNorm its input [T, h] with mean and 1/std [T]; a linear layer its input; attention q,
     k, v [T, 3h/t], its output [T, h/t] and an fp32 log-sum-exp per row and head; GELU its input [T, f/t]; dropout a
-    mask [T, h]. Activation checkpointing saves the input [T, h] of each chunk of blocks instead: in place, partitioned
-    over tensor parallel ranks, on the host, or in a contiguous buffer. CPU attention with dropout is unfused: fp32,
-    three [s, s] matrices a head.
+    mask [T, h]. With sequence parallelism every [T, h] and [T] is [T/t, h] and [T/t]. Activation checkpointing saves
+    the input [T, h] of each chunk of blocks instead: in place, partitioned over tensor parallel ranks, on the host, or
+    in a contiguous buffer. CPU attention with dropout is unfused: fp32, three [s, s] matrices a head.
     """
 
     def __init__(self, run: PlannedRun) -> None:
         model, recompute, tp, param_bytes = run.config.model, run.config.recompute, run.tp, run.param_bytes
         sequence, on_gpu = run.config.seq_length, run.device == "cuda"
         self.tokens = tokens = run.config.train.batch_size * sequence
-        self.residual_bytes = tokens * model.hidden_size * param_bytes  # [T, h] of the residual stream
+        shards = run.sequence_shards
+        self.gathered_bytes = tokens * model.hidden_size * param_bytes  # [T, h] of the residual stream, all positions
+        self.residual_bytes = self.gathered_bytes // shards  # those of this rank
         self.mlp_bytes = tokens * model.ffn_size // tp * param_bytes  # [T, f/t] inside the MLP
-        self.layernorm_stats = 2 * tokens * (FP32 if on_gpu else param_bytes)  # mean and 1/std of one LayerNorm
-        dropout_mask = tokens * model.hidden_size * (1 if on_gpu else param_bytes) if model.hidden_dropout else 0
+        self.layernorm_stats = 2 * tokens // shards * (FP32 if on_gpu else param_bytes)  # of one LayerNorm
+        if shards > 1:
+            self.layernorm_stats += 2 * model.hidden_size * param_bytes  # weight and bias, stacked
+        mask_bytes = 1 if on_gpu else param_bytes
+        dropout_mask = tokens // shards * model.hidden_size * mask_bytes if model.hidden_dropout else 0
 
         # attention: q and the output [T, h/t], k and v [T, h/t] or as many heads as they have
         is_unfused = not on_gpu and model.attention_dropout > 0
@@ -421,7 +431,7 @@ class Activations:
         self.chunk = recompute.checkpoint_num_layers if recompute.checkpoint_activations else None
         self.num_layers, self.num_chunks = model.num_layers, -(-model.num_layers // (self.chunk or 1))
         self.inputs_are_on_host = recompute.cpu_checkpointing and on_gpu
-        parts = tp if recompute.partition_activations else 1
+        parts = tp if recompute.partition_activations else shards
         self._chunk_input = -(-tokens * model.hidden_size // parts) * param_bytes  # the saved input of one chunk
         # of the contiguous buffer of saved inputs
         self._has_buffer = self.chunk is not None and recompute.contiguous_memory_optimization
@@ -432,7 +442,8 @@ class Activations:
         # The buffer on the device: allocated in the first forward, and kept.
         self.input_buffer_bytes = 0 if self.inputs_are_on_host else buffer_rows * self._chunk_input
         # the full input exists beside a saved copy of it
-        self._copies_input = recompute.partition_activations and tp > 1 or self.inputs_are_on_host or self._has_buffer
+        self._copies_input = (recompute.partition_activations and tp > shards or self.inputs_are_on_host
+                              or self._has_buffer)
 
     def _device_input_bytes(self, chunks: int) -> int:
         """Inputs of that many chunks on the device, outside the buffer."""

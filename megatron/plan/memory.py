@@ -119,7 +119,8 @@ def _init_phase(run: PlannedRun) -> PhaseMemory:
 def _loss_phase(run: PlannedRun, first: bool) -> PhaseMemory:
     acts = run.activations
     alive = acts.before_blocks + acts.alive_at_loss() + acts.residual_bytes + acts.layernorm_stats
-    ends = (3 if run.tp > 1 else 2) * acts.residual_bytes  # the last LayerNorm's output, its gradient, the latter's sum
+    # the last LayerNorm's output, its gradient, the latter's sum
+    ends = (3 if run.tp > run.sequence_shards else 2) * acts.gathered_bytes
     kept, whole = _gradient_bytes(run, run.num_layers, first, True)
     fresh = first or run.policy.grads_are_sharded
     return _step_phase(run, "loss", kept, alive + ends,
@@ -168,9 +169,9 @@ def _overlap_phase(run: PlannedRun, block: int, first: bool) -> PhaseMemory:
 def _reduction_phase(run: PlannedRun, first: bool) -> PhaseMemory:
     acts = run.activations
     tables = {slot.name: slot.numel * run.param_bytes for slot in run.root_parameters}
-    embedding = 2 * acts.residual_bytes + tables.get("wpe.weight", 0)
+    embedding = 2 * acts.gathered_bytes + tables.get("wpe.weight", 0)
     if run.device == "cuda":
-        embedding = max(embedding, acts.residual_bytes + tables["wte.weight"])
+        embedding = max(embedding, acts.gathered_bytes + tables["wte.weight"])
     kept, whole = _gradient_bytes(run, 0, first, True)
     leaving = (_reduction_bytes(run, run.root, first) + _reduction_bytes(run, run.persistent, first)
                + _sum_scratch_bytes(run, run.root))

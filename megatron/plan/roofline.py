@@ -148,9 +148,13 @@ def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
         elif planned.policy.optim_is_sharded:
             count += planned.num_layers + 1
         data_parallel = sum(astuple(planned.traffic())) / rates.exchange + count * rates.collective_seconds
-    if planned.tp > 1:  # two sums of a block in each direction; those of the embedding
-        sums = 2 * planned.mean_active_blocks * (2 if acts.chunk is None else 3) + 2
-        sent = sums * 2 * acts.residual_bytes * (planned.tp - 1) / planned.tp
+    if planned.tp > 1:  # two sums of a block in each direction; those of the embedding and of the loss
+        passes = 2 * planned.mean_active_blocks * (2 if acts.chunk is None else 3) + 2
+        sums, halves = passes, 2 * passes  # an all-reduce sends as much as a reduce-scatter and an all-gather
+        if planned.sequence_shards > 1:  # these two; backward gathers inputs again, and sums gradients of LayerNorms
+            halves += 2 * planned.mean_active_blocks
+            sums = halves + 2 * planned.mean_active_blocks + 1
+        sent = halves * acts.gathered_bytes * (planned.tp - 1) / planned.tp
         losses = 2 * acts.tokens / CPU_BLOCK_ROWS if planned.device == "cpu" else 1  # collectives of few bytes
         tensor_parallel = planned.accumulation * (sent / rates.exchange + (sums + losses) * rates.collective_seconds)
     return data_parallel, tensor_parallel

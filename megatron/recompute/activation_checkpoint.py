@@ -40,7 +40,7 @@ from torch.utils.checkpoint import checkpoint as torch_checkpoint
 from megatron.config import ds_json
 from megatron.config.ds_keys import DS_KEYS
 from megatron.config.schema import JsonKey
-from megatron.config.tree import RecomputeConfig, flag_name, require
+from megatron.config.tree import ParallelConfig, RecomputeConfig, flag_name, require
 from megatron.errors import ConfigError
 from megatron.model.gpt2 import run_in_order
 from mpu import random
@@ -239,9 +239,12 @@ class Recomputation:
         return time.perf_counter()
 
 
-def notes(config: RecomputeConfig, tp_size: int, device: torch.device) -> list[str]:
-    """One line for each switch that is on but has no effect on this device or with this tensor parallel size."""
-    idle = {"partition_activations": "the tensor parallel size is 1"} if tp_size == 1 else {}
+def notes(config: RecomputeConfig, parallel: ParallelConfig, device: torch.device) -> list[str]:
+    """One line for each switch that is on but has no effect on this device or with this tensor parallelism."""
+    idle = {}
+    if parallel.sequence_parallel or parallel.model_parallel_size == 1:
+        idle["partition_activations"] = ("the tensor parallel size is 1" if parallel.model_parallel_size == 1
+                                         else "--sequence-parallel has split the inputs")
     if device.type == "cpu":
         idle |= dict.fromkeys(("cpu_checkpointing", "synchronize_checkpoint_boundary"), "the device is the CPU")
     return [f" note: {flag_name(name)} has no effect: {why}" for name, why in idle.items()

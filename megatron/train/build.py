@@ -29,7 +29,7 @@ from megatron.zero.api.initialize import initialize
 from megatron.zero.deferred_init import defer_param_init
 from megatron.zero.partitioned_param import full_shape
 from megatron.zero.tiling import tile_linears
-from mpu.groups import Groups
+from mpu.groups import SOLO, Groups
 from mpu.random import model_parallel_cuda_manual_seed
 
 CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # setting it makes cuBLAS deterministic
@@ -102,14 +102,16 @@ def deterministic_algorithms(train: TrainConfig) -> Iterator[None]:
 
 def recomputation(config: Config, groups: Groups) -> Recomputation:
     section = config.recompute
-    return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), groups.tp)
+    # with sequence parallelism an input is a share already, another on each rank
+    split_over = SOLO if config.parallel.sequence_parallel else groups.tp
+    return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), split_over)
 
 
 def model(config: Config, groups: Groups, recompute_runner: Recomputation | None = None) -> GPT2:
     """GPT-2 with parameters on the meta device, which the engine draws, and with the configured recomputation and
     tiling. `recompute_runner` replaces the default recomputation."""
     deferred = not config.model.memory_centric_tiled_linear  # tiles are slices of materialized layers
-    gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred)
+    gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred, config.parallel.sequence_parallel)
     if deferred:
         defer_param_init(gpt2.parameters(), groups.dp)
     if config.recompute.checkpoint_activations:

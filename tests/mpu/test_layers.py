@@ -17,7 +17,8 @@ from mpu.groups import SOLO, Group, build
 from mpu.layers import (WEIGHT_FIRST_ROWS, ColumnParallelLinear, ParallelEmbedding, RowParallelLinear,
                         VocabParallelEmbedding, linear)
 from mpu.partition import join_local_slices, local_slice, partition_of
-from mpu.regions import (copy_to_region, gather_from_region, reduce_from_region, scatter_to_region,
+from mpu.regions import (copy_to_region, gather_from_region, gather_from_sequence_region, reduce_from_region,
+                         reduce_scatter_to_sequence_region, replicated_to_partial, scatter_to_region,
                          split_tensor_along_last_dim)
 from mpu.split import ParallelError, Partition, divide, pad_vocab, rank_grid, split_range
 from tests.distributed import on_ranks, run_ranks
@@ -224,12 +225,39 @@ def test_forward_and_backward_are_the_table(rank: int, world: int) -> None:
     for region, forward, backward in (
             (copy_to_region, x[rank], sum(g)), (reduce_from_region, sum(x), g[rank]),
             (scatter_to_region, x[rank].chunk(world, -1)[rank], torch.cat(g_slim, -1)),
-            (gather_from_region, torch.cat(x, -1), g_wide[rank].chunk(world, -1)[rank])):
+            (gather_from_region, torch.cat(x, -1), g_wide[rank].chunk(world, -1)[rank]),
+            (replicated_to_partial, x[rank] * (rank == 0), g[rank])):
         mine = x[rank].clone().requires_grad_()
         y = region(mine, tp)
         (grad,) = torch.autograd.grad(y, mine, _values(10 + rank, *y.shape))
         assert torch.equal(y, forward) and torch.equal(grad, backward), region
         assert region(x[0], SOLO) is x[0], "on a group of one a region is its argument"
+
+
+@on_ranks(4)
+def test_positions_are_gathered_and_scattered_as_the_table_says(rank: int, world: int) -> None:
+    tp = build(world).tp
+    share, whole = [_values(r, 3, 2, 5) for r in range(world)], [_values(10 + r, 3, 8, 5) for r in range(world)]
+    gathered = torch.cat([one.flatten(0, 1) for one in share]).view(3, 8, 5)
+    scattered = torch.stack(whole).sum(0).flatten(0, 1).chunk(world)[rank].view(3, 2, 5)
+    for accelerator in (False, True):
+        with accelerator_side(accelerator):
+            for region, x, forward, grad, backward in (
+                    (gather_from_sequence_region, share, gathered, whole, scattered),
+                    (reduce_scatter_to_sequence_region, whole, scattered, share, gathered)):
+                mine = x[rank].clone().requires_grad_()
+                y = region(mine, tp)
+                assert torch.equal(y, forward) and torch.equal(torch.autograd.grad(y, mine, grad[rank])[0], backward)
+
+
+@on_ranks(2)
+def test_a_skipped_bias_of_split_positions_has_the_gradient_of_all(rank: int, world: int) -> None:
+    layer = RowParallelLinear(4, 6, input_is_parallel=True, skip_bias_add=True, sequence_parallel=True,
+                              tp=build(world).tp)
+    y, bias = layer(_numbers(rank, 3, 4, 2))
+    assert y.shape == (3, 2, 6) and layer.bias is not None
+    (y + bias).sum().backward()
+    assert torch.equal(layer.bias.grad, torch.full((6,), 12.0)), "3 x 4 positions"
 
 
 @on_ranks(2)

@@ -3,19 +3,28 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+from torch.autograd.graph import saved_tensors_hooks
 
 from megatron.config.cli import parse_args
-from megatron.config.tree import PRESETS, ModelConfig
+from megatron.config.tree import PRESETS, ModelConfig, TrainConfig
 from megatron.errors import ConfigError
 from megatron.model import GPT2, count_parameters
-from megatron.train.build import engine as make_engine, model as make_model, tokenizer, with_vocab_size
+from megatron.plan.footprint import PlannedRun
+from megatron.train.build import (engine as make_engine, model as make_model, seed_everything, tokenizer,
+                                  with_vocab_size)
 from mpu.groups import build
+from mpu.partition import join_local_slices, partition_of
+from mpu.split import Partition
 from tests.distributed import run_ranks
+from tests.megatron.counting import Launches
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, train
+from tests.megatron.zero.run import configure_gpt2, gpt2_engine, weights
 
 
 @pytest.mark.parametrize("preset", ["tiny", "small"])
@@ -91,14 +100,12 @@ def test_dropout_is_on_in_training_alone() -> None:
         assert model(row[:, :-1], row[:, 1:]) == model(row[:, :-1], row[:, 1:])
 
 
-def dropout_masks(rank: int, world: int) -> tuple[torch.Tensor, torch.Tensor]:
+def dropout_masks(rank: int, world: int, sequence_parallel: bool = False) -> tuple[torch.Tensor, torch.Tensor]:
     """(which outputs of the embedding dropout are zero, which heads' weights) for one step of a tp 2 x dp 2 grid."""
-    from megatron.config.tree import TrainConfig
-    from megatron.train.build import seed_everything
-
     groups = build(2)
     seed_everything(TrainConfig(), groups)
-    model = GPT2(tiny_model(hidden_dropout=0.5, attention_dropout=0.5), groups.tp)
+    model = GPT2(tiny_model(hidden_dropout=0.5, attention_dropout=0.5), groups.tp,
+                 sequence_parallel=sequence_parallel)
     seen: list[torch.Tensor] = []
     model.blocks[0].register_forward_pre_hook(lambda module, args: seen.append(args[0].detach() == 0))
     values: list[torch.Tensor] = []
@@ -121,6 +128,8 @@ def test_dropout_is_equal_where_activations_are_replicated_and_different_elsewhe
     hidden, heads = zip(*run_ranks(dropout_masks, 4), strict=True)
     assert hidden[0].equal(hidden[1]) and hidden[2].equal(hidden[3]) and not hidden[0].equal(hidden[2])
     assert not any(heads[a].equal(heads[b]) for a in range(4) for b in range(a))
+    for masks in zip(*run_ranks(dropout_masks, 4, True), strict=True):
+        assert not any(masks[a].equal(masks[b]) for a in range(4) for b in range(a))
 
 
 @pytest.mark.parametrize("weighted", [False, True])
@@ -145,6 +154,90 @@ def test_what_the_model_has_no_place_for_is_refused(length: int, target: int, wo
     tokens = torch.zeros(1, length, dtype=torch.int64)
     with pytest.raises(ConfigError, match=words):
         GPT2(tiny_model(max_position_embeddings=32))(tokens, tokens + target)
+
+
+# ---- sequence parallelism ------------------------------------------------------------------------------------------
+
+SPLIT: dict[str, Any] = {"model_parallel_size": 2, "sequence_parallel": True}
+RUNS: list[dict[str, Any]] = [{**SPLIT, "zero_stage": stage, "checkpoint_activations": recomputes}
+                              for stage in (0, 2, 3) for recomputes in (False, True)]
+Weights = dict[str, tuple[torch.Tensor, Partition | None]]
+
+
+def losses_and_weights(rank: int, world: int, runs: list[dict[str, Any]]) -> list[tuple[list[float], Weights]]:
+    """Of four steps of each run, with documents kept apart, and the loss of an evaluation."""
+    found = []
+    for values in runs:
+        config = configure_gpt2(batch_size=3, lr=1e-2, lr_warmup_iters=0, **values)
+        engine = gpt2_engine(config, build(config.parallel.model_parallel_size))
+        losses = []
+        for number in range(5):
+            rows = torch.randint(61, (3, 17), generator=torch.Generator().manual_seed(number))
+            engine.module.train(number < 4)
+            loss = engine(rows[:, :-1], rows[:, 1:], segments=(rows[:, :-1] == 5).cumsum(1),
+                          grad_scale=engine.backward_scale)
+            losses.append(loss.item())
+            if number < 4:
+                engine.backward(loss)
+                engine.step()
+        partitions = {name: partition_of(parameter) for name, parameter in engine.module.named_parameters()}
+        found.append((losses, {name: (value, partitions[name]) for name, value in weights(engine).items()}))
+    return found
+
+
+def joined(by_rank: Sequence[Weights]) -> dict[str, torch.Tensor]:
+    whole = {}
+    for name, (first, cut) in by_rank[0].items():
+        parts = [each[name][0] for each in by_rank]
+        assert cut is not None or all(map(first.equal, parts)), f"{name} is another on the other ranks"
+        whole[name] = first if cut is None else join_local_slices(parts, cut)
+    return {**whole, "wte.weight": whole["wte.weight"][:61]}
+
+
+def test_split_positions_train_as_one_rank_does() -> None:
+    (expected, wanted), = run_ranks(losses_and_weights, 1, [{}])[0]
+    for per_rank in zip(*run_ranks(losses_and_weights, 2, [{"model_parallel_size": 2}, *RUNS]), strict=True):
+        assert per_rank[0][0] == per_rank[1][0] == pytest.approx(expected, abs=1e-6)
+        torch.testing.assert_close(joined([each for _, each in per_rank]), joined([wanted]), rtol=0, atol=1e-6)
+
+
+def kept_and_collectives(rank: int, world: int, values: dict[str, Any]) -> list[tuple[int, int, dict[str, int]]]:
+    """(bytes that autograd keeps, those that the plan counts for the blocks, collectives) of a micro-batch, of 2 and of
+    3 blocks."""
+    found = []
+    for layers in (2, 3):
+        config = configure_gpt2(batch_size=3, num_layers=layers, **values)
+        grid = build(2)
+        seed_everything(config.train, grid)
+        engine = gpt2_engine(config, grid)
+        rows, saved = torch.randint(61, (3, 17)), dict[int, torch.Tensor]()
+
+        def note(tensor: torch.Tensor, saved: dict[int, torch.Tensor] = saved) -> torch.Tensor:
+            saved.setdefault(tensor.untyped_storage().data_ptr(), tensor)
+            return tensor
+
+        with Launches() as launches:
+            with saved_tensors_hooks(note, lambda tensor: tensor):
+                loss = engine(rows[:, :-1], rows[:, 1:], grad_scale=engine.backward_scale)
+            known = {p.untyped_storage().data_ptr() for p in engine.module.parameters()}
+            kept = sum(t.untyped_storage().nbytes() for place, t in saved.items() if place not in known)
+            engine.backward(loss)
+        sent = {name: launches.by_name[name] for name in ("all_reduce", "all_gather_into_tensor", "all_to_all_single")}
+        found.append((kept, PlannedRun(config, 2, "cpu").activations.block * layers, sent))
+    return found
+
+
+@pytest.mark.parametrize("dropout", [0.0, 0.1])
+def test_split_positions_keep_what_the_plan_counts_and_send_so_often(dropout: float) -> None:
+    values = {**SPLIT, "hidden_dropout": dropout}
+    for two, three in run_ranks(kept_and_collectives, 2, values):
+        assert three[0] - two[0] == three[1] - two[1]
+        # A block gathers before two column-parallel products, in backward behind two row-parallel ones, and its inputs
+        # again; it sums the gradients of two LayerNorms. The others are of the embedding, of ln_f and of the loss.
+        # gloo reduces and scatters by an exchange of rows.
+        for layers, (_, _, sent) in ((2, two), (3, three)):
+            assert sent == {"all_gather_into_tensor": 6 * layers + 2,
+                            "all_to_all_single": 4 * layers + 2, "all_reduce": 2 * layers + 1 + 2}
 
 
 # ---- padding of the vocabulary -------------------------------------------------------------------------------------

@@ -112,7 +112,9 @@ def test_the_predicted_peak_of_one_process_is_the_measured_one(values: dict[str,
                   for stage in (1, 2, 3)], marks=pytest.mark.slow),
     [{"zero_stage": 3, "stage3_param_persistence_threshold": 0, **recompute} for recompute in (
         {}, {"checkpoint_activations": True, "checkpoint_num_layers": 2, "bf16": True})],
-    [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1}],
+    [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+     {"model_parallel_size": 2, "sequence_parallel": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
+     {**KEPT_INPUTS, "sequence_parallel": True, "checkpoint_num_layers": 3}],
     [{**KEPT_INPUTS, "partition_activations": True, "checkpoint_num_layers": 3}],
     pytest.param([{**KEPT_INPUTS, "partition_activations": True, **more} for more in (
         {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18})], marks=pytest.mark.slow)],

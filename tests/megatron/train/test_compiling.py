@@ -127,7 +127,8 @@ def test_a_compiled_run_trains_like_an_eager_one(extra: list[str], tmp_path: Pat
 TRACED = partial(torch.compile, backend="aot_eager")
 
 
-def traced_steps(rank: int, world: int, stage: int, tp: int) -> list[tuple[int, int, list[Tensor]]]:
+def traced_steps(rank: int, world: int, stage: int, tp: int,
+                 more: dict[str, Any]) -> list[tuple[int, int, list[Tensor]]]:
     """(breaks, graphs, weights after two steps) of compiled blocks, and of blocks as they are."""
     found, grid = [], groups.build(tp)
     for compiled in (True, False):
@@ -135,7 +136,8 @@ def traced_steps(rank: int, world: int, stage: int, tp: int) -> list[tuple[int, 
         counters.clear()
         model_parallel_cuda_manual_seed(1, grid)
         settings: dict[str, Any] = {"model_parallel_size": tp, "zero_stage": stage, "compile": compiled,
-                                    "compile_scope": "blocks", "lr": 1e-2, "lr_warmup_iters": 0, "batch_size": 2}
+                                    "compile_scope": "blocks", "lr": 1e-2, "lr_warmup_iters": 0, "batch_size": 2,
+                                    **more}
         with patch("torch.compile", TRACED):
             engine = gpt2_engine(configure_gpt2(**settings), grid)
         draw = torch.Generator().manual_seed(grid.dp.rank)
@@ -147,9 +149,15 @@ def traced_steps(rank: int, world: int, stage: int, tp: int) -> list[tuple[int, 
     return found
 
 
-@pytest.mark.parametrize(("stage", "tp"), [(3, 2), *(
-    pytest.param(stage, tp, marks=pytest.mark.slow) for stage, tp in ((0, 2), (1, 1), (2, 2)))])
-def test_blocks_inside_the_engine_are_one_graph_each(stage: int, tp: int) -> None:
-    for (breaks, graphs, results), (_, none, wanted) in run_ranks(traced_steps, 2 * tp, stage, tp, timeout=300):
+@pytest.mark.parametrize(("stage", "tp", "more"), [(3, 2, {}), (2, 2, {"sequence_parallel": True}), *(
+    pytest.param(stage, tp, {}, marks=pytest.mark.slow) for stage, tp in ((0, 2), (1, 1), (2, 2)))])
+def test_blocks_inside_the_engine_are_one_graph_each(stage: int, tp: int, more: dict[str, Any]) -> None:
+    found = run_ranks(traced_steps, 2 * tp, stage, tp, more, timeout=300)
+    for (breaks, graphs, results), (_, none, wanted) in found:
         assert (breaks, none) == (0, 0) and 1 <= graphs <= 2
         assert all(map(torch.equal, results, wanted))
+
+
+def test_split_positions_draw_their_dropout_without_a_graph_break() -> None:
+    more = {"sequence_parallel": True, "attention_dropout": 0.1, "hidden_dropout": 0.1}
+    assert [compiled[0] for compiled, _ in run_ranks(traced_steps, 2, 0, 2, more, timeout=300)] == [0, 0]
