@@ -32,8 +32,8 @@ from megatron.config import ds_json
 from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, help_text
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, SettingError,
-                                    flag_name, setting_of)
+from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, flag_name,
+                                    setting_of)
 from megatron.config.tree import FIELDS, PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -78,9 +78,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
             source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
             collector=errors)
         if on_host and config.offload.offload_optimizer_device == "none":
-            errors.add_errors([SettingError("--cpu-optimizer keeps the optimizer's state on the host, but "
-                                            "{offload_optimizer_device} is none: give one of them",
-                                            config.settings())])
+            errors.add_errors([f"--cpu-optimizer keeps the optimizer's state on the host, but "
+                               f"{flag_name(OPTIMIZER_DEVICE)} is none: give one of them"])
         errors.add_errors(run_errors(config))
         errors.raise_if_any()
     given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
