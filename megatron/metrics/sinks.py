@@ -259,7 +259,9 @@ class TensorboardSink(MetricsSink):
         except ImportError as error:
             raise ConfigError(f"{flag} needs the package tensorboard ({error}); install it, or use CSV") from None
         self._flag, self._folder = flag, folder
-        _silence_writer_thread()
+        # TensorBoard's writer thread prints no traceback from now on.
+        if not (isinstance(threading.excepthook, partial) and threading.excepthook.func is _thread_excepthook):
+            threading.excepthook = partial(_thread_excepthook, threading.excepthook)
         with storage_errors(flag, folder):
             self.writer: Any = SummaryWriter(folder)
             self.events: Any = self.writer.file_writer
@@ -296,12 +298,6 @@ class TensorboardSink(MetricsSink):
         with storage_errors(self._flag, self._folder):
             self.writer.flush()  # raises the thread's error
             self.writer.close()
-
-
-def _silence_writer_thread() -> None:
-    """TensorBoard's writer thread prints no traceback from now on."""
-    if not (isinstance(threading.excepthook, partial) and threading.excepthook.func is _thread_excepthook):
-        threading.excepthook = partial(_thread_excepthook, threading.excepthook)
 
 
 def _thread_excepthook(previous_hook: Callable[..., object], args: Any) -> None:
