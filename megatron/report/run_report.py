@@ -32,7 +32,7 @@ from megatron.checkpoint.tags import latest_tag, read_tag_manifest
 from megatron.config.cli_help import command_parser
 from megatron.config.tree import FIELDS, config_to_flags, require
 from megatron.errors import CheckpointError, ConfigError
-from megatron.metrics.metrics_file import MetricsFileReader, Record, looks_like_metrics
+from megatron.metrics.sinks import MetricsFileReader, Record, looks_like_metrics
 
 USUAL_NAME = "metrics.jsonl"
 

@@ -31,9 +31,8 @@ from megatron.checkpoint.writer import SaveReport
 from megatron.config.tree import Config, LogConfig
 from megatron.distributed.exit_codes import discard_stdout
 from megatron.errors import StorageError
-from megatron.metrics.metrics_file import MetricsFileReader, Record
-from megatron.metrics.sinks import (CsvSink, JsonlSink, MetricsRecord, MetricsSink, RunConfigRecord, TensorboardSink,
-                                    WandbProject, WandbSink, open_sinks)
+from megatron.metrics.sinks import (CsvSink, JsonlSink, MetricsFileReader, MetricsRecord, MetricsSink, Record,
+                                    RunConfigRecord, TensorboardSink, WandbProject, WandbSink, open_sinks)
 from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 from megatron.model import count_parameters
 from megatron.train.compile import compilation_line
