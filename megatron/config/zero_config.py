@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey, one_of,
-                                    setting)
+                                    require, setting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -31,10 +31,8 @@ class ParallelConfig(ConfigSection):
 
 def data_parallel_size(world_size: int, tp: int) -> int:
     """The number of ranks per data parallel group; ConfigError if it is not an integer."""
-    errors = ErrorList({"model_parallel_size": tp})
-    errors.require(world_size % tp == 0, "{ranks} ranks cannot be arranged in groups of {model_parallel_size=}: "
-                   "{ranks} is not divisible by {tp}", ranks=world_size, tp=tp)
-    errors.raise_if_any()
+    require(world_size % tp == 0, f"{world_size} ranks cannot be arranged in groups of --model-parallel-size {tp}: "
+            f"{world_size} is not divisible by {tp}")
     return world_size // tp
 
 
