@@ -67,8 +67,7 @@ def _run(stop: StopListener) -> int:
     from megatron.train.loop import Trainer
     from megatron.train.processor import keep_freed_memory, precision_notes as processor_notes
     from megatron.train.resume import RunCheckpoints
-    from megatron.train.run_log import RunLog, check_log_paths, header_lines, header_record
-    from megatron.train.summary import closing_lines
+    from megatron.train.run_log import RunLog, check_log_paths, closing_lines, header_lines, header_record
     from megatron.zero.stages import ineffective_on_gpu_notes
     from mpu import groups as mpu_groups
 

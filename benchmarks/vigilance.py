@@ -143,10 +143,40 @@ def steps(pairs: dict[str, int]) -> Iterator[str]:
             yield row(what, found["pairs"], found["writes"] * found["each"])
 
 
+# Methods by which a rank says where it is, which a patch can replace.
+OPERATIONS = ("all_gather", "reduce_scatter", "all_reduce", "broadcast")
+
+
+def patch_writes(write: Callable[..., None]) -> list[Any]:
+    """Patches that call `write` where something is written."""
+    from megatron.distributed.rank_status import RankStatus
+    from mpu import collective_tracker
+
+    return [*(mock.patch.object(RankStatus, name, write) for name in ("set_phase", "set_step")),
+            *(mock.patch.object(collective_tracker, name, write) for name in ("mark_waiting", "mark_idle"))]
+
+
+def silent() -> list[Any]:
+    """Patches that write nothing."""
+    from mpu.collectives import GlooBackend
+
+    return patch_writes(lambda *arguments: None) + [
+        mock.patch.object(GlooBackend, name, getattr(GlooBackend, name).__wrapped__) for name in OPERATIONS]
+
+
+def counted(step: Callable[[], None]) -> int:
+    """How many times something is written in a step."""
+    written: list[tuple[Any, ...]] = []
+    with ExitStack() as stack:
+        for patch in patch_writes(lambda *arguments: written.append(arguments)):
+            stack.enter_context(patch)
+        step()
+    return len(written)
+
+
 def steps_child(name: str, pairs: int) -> int:
     """At stage 3, which tells most places."""
     import torch
-    from rank_status import counted, silent
 
     from megatron.config.tree import build_config
     from megatron.distributed import process_group

@@ -32,8 +32,6 @@ MIN_STORED_SAMPLES = 1 << 16  # smaller epochs are not stored: computing them is
 # An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times.
 MAX_CACHED_EPOCHS = 2
 
-SAMPLES_BEFORE_EVICTION = 4096  # samples read from one epoch after which its neighbour is evicted
-
 ROW_FILE_VERSION = 2
 ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
 # Magic, version, dtype, rows, columns (0: rows are scalars), CRC-32 of the content name, the shape and the rows.
@@ -118,7 +116,7 @@ EpochIndex = tuple[NDArray[np.integer] | RowFile, NDArray[np.integer] | RowFile]
 
 
 class EpochCache:
-    """Epochs by number. Holds one in memory, two around an epoch's end, and stores all as files if a folder is given.
+    """Epochs by number. Holds the last two in memory, and stores all as files if a folder is given.
     Files are named by everything they depend on and appear by rename; damaged or foreign ones are refused
     (`RowFile`). One of the processes that share the folder builds an epoch; the others wait and read its files."""
 
@@ -127,7 +125,6 @@ class EpochCache:
         self._sizes, self._documents, self._seq_length, self._seed = sizes, documents, seq_length, seed
         self._folder = make_folder(folder) if folder is not None and samples >= MIN_STORED_SAMPLES else None
         self._cached: OrderedDict[int, EpochIndex] = OrderedDict()
-        self._last_epoch, self._reads_of_last_epoch = -1, 0
 
     def __getitem__(self, epoch: int) -> EpochIndex:
         index = self._cached.get(epoch)
@@ -137,10 +134,6 @@ class EpochCache:
             index = self._build(epoch) if self._folder is None else self._load_or_build(epoch, self._folder)
             self._cached[epoch] = index
         self._cached.move_to_end(epoch)
-        self._reads_of_last_epoch = self._reads_of_last_epoch + 1 if epoch == self._last_epoch else 1
-        self._last_epoch = epoch
-        while len(self._cached) > 1 and self._reads_of_last_epoch >= SAMPLES_BEFORE_EVICTION:
-            self._cached.popitem(last=False)
         return index
 
     @cached_property

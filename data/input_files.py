@@ -20,6 +20,7 @@ from typing import Any
 
 from data.compressed import COMPRESSED_SUFFIXES, read_errors_for, strip_compression_suffix
 from data.storage import DataError, escape_to_one_line
+from data.text_files import DATASET_PREFIX
 
 STAGE_FILE = "stage.json"
 SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
@@ -112,7 +113,6 @@ def shards_of_folder(folder: Path) -> dict[str, tuple[int | None, str]] | None:
 
 JSON_LINES, PLAIN_TEXT = "jsonl", "text"
 KIND_OF_SUFFIX = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
-DATASET_PREFIX = "hf:"  # of a dataset (huggingface.py), whose rows are read as lines of JSON
 FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")  # without .json: settings and corpus facts use that suffix
 
 CACHE_SUFFIX = ".cache"  # suffix of the folder beside a source that caches its corpus (sources.py)

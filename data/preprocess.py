@@ -22,13 +22,12 @@ from numpy.typing import NDArray
 from data import tokenizer as tokenizers
 from data.cli import StrictArgumentParser, format_count, positive, run_command, size
 from data.indexed import token_dtype
-from data.huggingface import HuggingFaceDataset
-from data.input_files import DATASET_PREFIX, PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
+from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
 from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
                           file_stamp, make_folder)
-from data.text_files import (CHUNK_BYTES, MAX_DOCUMENT_BYTES, Chunk, Separator, parse_lines, parse_texts,
-                             read_line_chunks, read_text_chunks)
+from data.text_files import (CHUNK_BYTES, DATASET_PREFIX, MAX_DOCUMENT_BYTES, Chunk, HuggingFaceDataset, Separator,
+                             parse_lines, parse_texts, read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 

@@ -21,17 +21,16 @@ from typing import Any
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
-from data.huggingface import HuggingFaceDataset, check_datasets_package
 from data.importers import import_tokens, order_warnings
 from data.indexed import IndexedCorpus
-from data.input_files import (CACHE_SUFFIX, DATASET_PREFIX, KIND_OF_SUFFIX, InputFiles, checksum_in_threads,
-                              find_text_files, kind_of)
+from data.input_files import (CACHE_SUFFIX, KIND_OF_SUFFIX, InputFiles, checksum_in_threads, find_text_files,
+                              kind_of)
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
 from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
                           crc32_file, escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
                           read_json_or_none, wait_for_lock, write_json_atomic)
-from data.text_files import Separator
+from data.text_files import DATASET_PREFIX, HuggingFaceDataset, Separator, check_datasets_package
 from data.tokenizer import Tokenizer
 
 

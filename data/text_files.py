@@ -4,22 +4,28 @@ JSON lines: one object per line, one text per object; strict, with the position 
 documents. Plain text: a document is a whole file or, with a `Separator`, the text between two separators; CRLF becomes
 LF, and long documents are split where that does not change their tokens (before `Tokenizer.safe_split_characters`).
 Documents without text are skipped. Both: a byte order mark at the start of a file is dropped.
+
+`hf:NAME:CONFIG/SPLIT` is a dataset. NAME is a folder that `save_to_disk` wrote, a folder of Parquet, JSONL or other
+files that `load_dataset` reads, or a dataset of the hub. Rows are streamed, and become lines of JSON with the text
+column alone.
 """
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import dataclass
+from importlib.util import find_spec
 from io import BytesIO
 from stat import S_ISREG
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for
-from data.storage import DataError
+from data.storage import DataError, ResumableError
 from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
@@ -270,3 +276,60 @@ def parse_texts(chunk: Chunk, separator: Separator | None = None,
             text = text.rstrip("\n") if ends else text
         if not begins or (text and not text.isspace()):
             yield text
+
+
+# ---- datasets of the Hugging Face `datasets` library -------------------------------------------------------------
+
+DATASET_PREFIX = "hf:"  # of a dataset, whose rows are read as lines of JSON
+BATCH_ROWS = 100
+
+
+def check_datasets_package(source: str) -> None:
+    if find_spec("datasets") is None:
+        raise DataError(f"{source}: needs the package datasets: pip install datasets (the extra [datasets])")
+
+
+class HuggingFaceDataset(os.PathLike[str]):
+    """One split of a dataset; its path is the source. `fingerprint` changes with the content; the cache is beside
+    `local_name`."""
+
+    def __init__(self, source: str) -> None:
+        check_datasets_package(source)
+        import datasets
+
+        self._source = source
+        name, _, part = source.removeprefix(DATASET_PREFIX).partition(":")
+        name = os.path.abspath(name) if os.path.isdir(name) else name  # a folder `json` is not the reader `json`
+        self.local_name = os.path.abspath(name if os.path.isdir(name) else os.path.basename(name))
+        config, _, split = part.partition("/")
+        split = split or "train"
+        is_saved = os.path.exists(f"{name}/state.json") or os.path.exists(f"{name}/dataset_dict.json")
+        try:
+            builder = None if is_saved else datasets.load_dataset_builder(name, config or None)
+            # load_dataset(streaming=True) returns the same rows, but no fingerprint. Saved rows are memory-mapped.
+            splits = builder.as_streaming_dataset() if builder else datasets.load_from_disk(name)
+            splits = splits if isinstance(splits, dict) else {"train": splits}
+            if split not in splits or (is_saved and config):
+                found = ", ".join(f":{config if builder else ''}/{one}" for one in splits)
+                raise ValueError(f"expected {found}, found :{part or f'/{split}'} (:CONFIG/SPLIT)")
+            self._rows: Any = splits[split]
+            self.fingerprint = str(builder.hash if builder else self._rows._fingerprint)
+        except Exception as error:  # of many kinds: of the hub, of files, of metadata
+            raise DataError(f"{source}: cannot load the dataset: {error or type(error).__name__}") from error
+
+    def __fspath__(self) -> str:
+        return self._source
+
+    def read_chunks(self, key: str) -> Iterator[Chunk]:
+        """The text column, a line of JSON per row, `BATCH_ROWS` in a chunk."""
+        columns = self._rows.column_names
+        if columns and key not in columns:
+            raise DataError(f"{self._source}: no column {key!r}; found {', '.join(columns)} (see --json-key)")
+        offset = lines = 0
+        try:
+            for batch in self._rows.select_columns([key]).iter(batch_size=BATCH_ROWS):
+                data = "".join(json.dumps({key: text}, ensure_ascii=False) + "\n" for text in batch[key]).encode()
+                yield Chunk(self._source, offset, len(data), data, lines)
+                offset, lines = offset + len(data), lines + len(batch[key])
+        except Exception as error:
+            raise ResumableError(f"{self._source}: cannot read the dataset: {error or type(error).__name__}") from error

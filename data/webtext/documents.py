@@ -237,7 +237,7 @@ class DocumentCounts:
                    Counter({reason: tally["documents"] for reason, tally in dropped.items()}),
                    Counter({reason: tally["bytes"] for reason, tally in dropped.items()}),
                    Counter(value["repaired"]), Counter({int(power): n for power, n in value["sizes"].items()}),
-                   Samples({**value.get("samples", {})}))  # a stage of an older version has none
+                   Samples(value["samples"]))
 
 
 def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:

@@ -5,7 +5,7 @@ All three come from the stage records only, without times or paths: the same cor
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -79,13 +79,11 @@ def html_page(records: Sequence[StageRecord], corpora: Sequence[dict[str, Any]])
                    "dropped"),
         _html_bars("Size of the documents kept", sizes),
         "<section><h2>Samples</h2>\n<p class=\"hint\">The beginnings of a few random texts: kept ones, and dropped "
-        "ones by reason.</p>\n", *(_html_samples(title, texts.values()) for title, texts in samples), "</section>\n",
+        "ones by reason.</p>\n",
+        *(f"<h3>{escape_html(title)}</h3>\n"
+          + "".join(f"<blockquote>{escape_html(text)}</blockquote>\n" for text in texts.values())
+          for title, texts in samples), "</section>\n",
         f"<section><h2>Figures</h2>\n<pre>{escape(text_table(records, corpora))}</pre></section>\n"])
-
-
-def _html_samples(title: str, texts: Iterable[str]) -> str:
-    quotes = "".join(f"<blockquote>{escape_html(text)}</blockquote>\n" for text in texts)
-    return f"<h3>{escape_html(title)}</h3>\n{quotes}"
 
 
 def _html_bars(title: str, bars: Sequence[tuple[str, int]], kind: str = KEPT) -> str:

@@ -379,7 +379,7 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
     """Run the stage over one unit, given with its output shard; writes the shard first, then its record. Faults of the
     input or a library are errors only with --on-error strict."""
     unit, target = job
-    function = load_stage_function(stage, tuple(checksum_in_threads(crc32_file, stage.files)))
+    function = load_stage_function(stage)
     counts, sha256, notes = DocumentCounts(), hashlib.sha256(), list[str]()
     with staged_file(target) as file:
         for result in read_unit(unit, reading):
@@ -418,6 +418,6 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
 
 
 @cache
-def load_stage_function(stage: MapStage, files: tuple[str, ...]) -> DocumentFunction:
-    """Models and word lists are loaded once per process, and again if `files` (checksums) changes."""
+def load_stage_function(stage: MapStage) -> DocumentFunction:
+    """Models and word lists are loaded once per process and run of a stage."""
     return stage.make_function(**stage.parameters)

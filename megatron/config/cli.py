@@ -2,12 +2,23 @@
 
 Precedence: explicit flags, those of the file of `--config`, and the keys of `--deepspeed-config` (which must agree with
 both), then the preset, then the field's default. Dashes and underscores in flag names are the same.
+
+`--config run.yaml` (or .toml) reads flags from a file, and `--print-config yaml` writes one:
+
+    preset: 124M            # --preset 124M
+    train_data: [a, b]      # --train-data a b
+    bf16: true              # --bf16; false is --no-bf16
+    lr: 6e-4
+
+There are no sections; null leaves a setting out.
 """
 
 from __future__ import annotations
 
+import json
 import re
 import sys
+import tomllib
 import typing
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -18,12 +29,11 @@ from typing import Any, Literal, NamedTuple
 
 from data.cli import suggest_spelling
 from megatron.config import ds_json
-from megatron.config.config_file import FORMATS, config_as_text, read_config_file
 from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, help_text
 from megatron.config.ds_json import value_text
 from megatron.config.hf_config import read_model_fields, read_tokenizer_fields
-from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, SettingError,
-                                    error_sentences, flag_name, setting_of)
+from megatron.config.schema import (JSON_TYPE_OF, ErrorCollector, ErrorList, FlagToKeyNames, flag_name,
+                                    setting_of)
 from megatron.config.tree import FIELDS, PRESETS, SECTIONS, Config, build_config, run_errors, unused_settings
 from megatron.errors import ConfigError
 from megatron.package import DISTRIBUTION, __version__
@@ -32,6 +42,7 @@ YES, NO = {"true", "1", "yes", "on"}, {"false", "0", "no", "off"}  # values that
 OPTIMIZER_DEVICE = "offload_optimizer_device"
 CPU_OPTIMIZER_TEXT = "--cpu-optimizer, which is --offload-optimizer-device"
 LISTS_EVERY_FLAG = "`--help-all` lists every flag"
+FORMATS = ("yaml", "toml")
 PRINTED_TEXTS: dict[str, Callable[[], str]] = {  # flags that print a text and exit
     **dict.fromkeys(("-h", "--help"), lambda: help_text(short=True)), "--help-all": lambda: help_text(short=False),
     "--version": lambda: f"{DISTRIBUTION} {__version__}"}
@@ -67,9 +78,8 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
             source, flags=values, fallback=preset, world_size=world_size, argument="--deepspeed-config",
             collector=errors)
         if on_host and config.offload.offload_optimizer_device == "none":
-            errors.add_errors([SettingError("--cpu-optimizer keeps the optimizer's state on the host, but "
-                                            "{offload_optimizer_device} is none: give one of them",
-                                            config.settings())])
+            errors.add_errors([f"--cpu-optimizer keeps the optimizer's state on the host, but "
+                               f"{flag_name(OPTIMIZER_DEVICE)} is none: give one of them"])
         errors.add_errors(run_errors(config))
         errors.raise_if_any()
     given_fields = {*values, *(flag[2:].replace("-", "_") for flag in config.key_names.keys_of_given)}
@@ -85,17 +95,72 @@ def parse_args(argv: Sequence[str], world_size: int = 1, *, other_options: Colle
 
 def _read_config_file(path: str, errors: ErrorList, notes: list[str]) -> dict[str, Any]:
     """Field -> value, from the file of `--config`. Its errors and notes begin with its name."""
-    found = ErrorList()
-    values = dict[str, Any]()
+    found, values, words, seen = ErrorList(), dict[str, Any](), deque[str](), set[str]()
+    known = {*known_flags(), *(f"--{name}" for name in FOREIGN_FLAGS)} - {"--config", "--print-config", "--dry-run"}
     try:
-        known = {*known_flags(), *(f"--{name}" for name in FOREIGN_FLAGS)} - {"--config", "--print-config", "--dry-run"}
-        words = CommandLine(deque(read_config_file(path, known)), found)
-        values = words.read()
-        notes += words.notes
+        for name, value in _parse_config_file(Path(path)).items():
+            flag = f"--{str(name).replace('_', '-')}"
+            if flag in seen:
+                found.append(f"{name} is given twice, with dashes and with underscores; keep one")
+            elif isinstance(value, dict):
+                found.append(f"{name} is a section: write the names of flags without sections, as in `lr: 6e-4`")
+            elif flag not in known:
+                hint = suggest_spelling(flag, known).replace("--", "").replace("-", "_")
+                found.append(f"unknown name {name}: {hint or 'the names are those of the flags (--help-all)'}")
+            elif isinstance(value, list):
+                words += [flag, *map(str, value)] if value else []
+            elif value is not None:
+                words.append(f"{flag}={str(value).lower() if isinstance(value, bool) else value}")
+            seen.add(flag)
     except ConfigError as error:
-        found += error_sentences(error)
+        found.append(str(error))
+    if not found:
+        command_line = CommandLine(words, found)
+        values = command_line.read()
+        notes += command_line.notes
     errors += [f"{path}: {error}" for error in found]
     return values
+
+
+def _parse_config_file(path: Path) -> dict[str, Any]:
+    """Name -> value. Raises a ConfigError that does not name the file."""
+    is_toml = path.suffix == ".toml"
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        settings = tomllib.loads(text) if is_toml else _parse_yaml(text)
+    except ValueError as error:  # tomllib's is one
+        raise ConfigError(f"no valid {'TOML' if is_toml else 'YAML'}: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise ConfigError("expected names and values, as in `lr: 6e-4`")
+    return settings
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml  # here, since --help needs no package
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        settings = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:  # YAML would keep the last
+        raise ConfigError(f"{', '.join(twice)} is given twice; keep one")
+    return settings
+
+
+def config_as_text(config: Config, file_format: str) -> str:
+    """The file for `--config` that gives this Config, with every setting that has a value."""
+    lines = ["# Every setting of a run, for --config."]
+    for section, settings in config.as_dict().items():
+        lines += ["", f"# {section}"]
+        # A JSON value is also one of YAML and TOML.
+        lines += [f"{name}{': ' if file_format == 'yaml' else ' = '}{json.dumps(value, ensure_ascii=False)}"
+                  for name, value in settings.items() if value not in (None, [])]
+    return "\n".join(lines)
 
 
 def is_dry_run(argv: Sequence[str]) -> bool:

@@ -15,7 +15,6 @@ from typing import Any, Literal
 
 from data.cli import StrictArgumentParser, command_name
 from megatron.config.model_config import PRESETS
-from megatron.config.run_config import NOT_SIGNED_MESSAGE
 from megatron.config.schema import flag_name, plain_type, setting_of
 from megatron.config.tree import SECTIONS
 from megatron.errors import ConfigError
@@ -110,7 +109,6 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "out-dir output-dir": "use --save FOLDER, and --load FOLDER to resume from it",
     "overwrite-output-dir": "leave it out: without --load a run starts from iteration 0",
     "resume resume-from-checkpoint": "use --load FOLDER",
-    "checkpoint-key": NOT_SIGNED_MESSAGE,
     "use-checkpoint-args": "give the flags of the model: they are compared with those of the checkpoint",
     "save-strategy always-save-checkpoint": "use --save-interval STEPS",
     "evaluation-strategy eval-strategy do-eval": "use --eval-interval STEPS; 0 turns evaluation off",

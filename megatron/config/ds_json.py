@@ -27,8 +27,8 @@ from megatron.config.ds_cross_keys import (BATCH_FIELDS, BATCH_SIZE_KEYS, FREEZE
 from megatron.config.ds_keys import (AUTO_VALUE, DS_KEYS, DS_OBJECTS, DsKeyValues, FixedValue, IgnoredKey, RenamedKey,
                                      UnsupportedSection, keys_of_fields)
 from megatron.config.optimizer_config import OPTIMIZERS, ScheduleConfig
-from megatron.config.schema import (ErrorCollector, ErrorList, FlagToKeyNames, JsonKey, JsonType, SettingError,
-                                    error_sentences, flag_name, json_text, require)
+from megatron.config.schema import (ErrorCollector, ErrorList, FlagToKeyNames, JsonKey, JsonType, error_sentences,
+                                    flag_name, json_text, require)
 from megatron.config.tree import Config, build_config, data_parallel_size, unused_settings
 from megatron.errors import ConfigError
 
@@ -318,10 +318,8 @@ def _flag_conflicts(ds_values: DsKeyValues, found: Iterable[FieldValue], flags: 
         if name in flags and not values_are_close(flags[name], value) and path != STEPS_PER_PRINT:
             raw = ds_values.raw_value(path)
             meant = "" if values_match(raw, value) else f" (that is {flag_name(name)} {value_text(value)})"
-            yield SettingError(f"{{{name}}} is {{given}}, but {{key}} is {{raw}}{{meant}}: give one of them, or the "
-                               "same value", flags, {"given": value_text(flags[name]), "raw": json_text(raw),
-                                                     "meant": meant,
-                                                     "key": f"{ds_values.name_as_written(path)} of {ds_values.name}"})
+            yield (f"{flag_name(name)} is {value_text(flags[name])}, but {ds_values.name_as_written(path)} of "
+                   f"{ds_values.name} is {json_text(raw)}{meant}: give one of them, or the same value")
 
 
 def _fields_of_keys(paths: Iterable[str]) -> Iterator[str]:
@@ -345,8 +343,7 @@ def _field_values(ds_values: DsKeyValues, flags: Mapping[str, Any], peak: float 
         if not values_are_close(other, value):
             one, two = (f"{ds_values.name_as_written(key)} {json_text(ds_values.raw_value(key))}"
                         for key in (where, path))
-            ds_values.errors.append(SettingError(f"{{one}} and {{two}} disagree on {{{name}}}; leave one out",
-                                                 {name: value}, {"one": one, "two": two}))
+            ds_values.errors.append(f"{one} and {two} disagree on {flag_name(name)}; leave one out")
         yield name, value, path
     yield from ds_cross_keys.optimizer_fields(ds_values, flags)
     yield from ds_cross_keys.scheduler_fields(ds_values, flags, peak)

@@ -15,7 +15,6 @@ from dataclasses import dataclass, field, fields, replace
 from typing import Any, Literal
 
 from megatron.config.optimizer_config import OPTIMIZERS, extra_param_type
-from megatron.config.run_config import NOT_SIGNED_MESSAGE
 from megatron.config.schema import (ANY, ANY_TEXT, BOOLEAN, COUNT, COUNT_FROM_0, COUNT_FROM_0_OR_NULL, INTEGER,
                                     JSON_TYPE_OF, NUMBER, SWITCH_OR_OBJECT, TEXT, WEIGHT_GROUP, ErrorList, JsonKey,
                                     JsonType, one_of, plain_type, setting_of)
@@ -203,7 +202,6 @@ DS_KEYS: dict[str, DsKeyRow] = {
                                             "ranks always agree on a tag, or the run ends"),
     "checkpoint.load_universal": IgnoredKey(BOOLEAN, False, "every checkpoint can be loaded with any layout"),
     "checkpoint.use_node_local_storage": FixedValue((False,), "a checkpoint is one folder that all nodes share"),
-    "checkpoint.key_file": UnsupportedSection(NOT_SIGNED_MESSAGE),
     "checkpoint.parallel_write.pipeline_stage": IgnoredKey(BOOLEAN, False, _NO_PIPELINE),
     # monitors, profiler, autotuning
     "comet": UnsupportedSection("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "

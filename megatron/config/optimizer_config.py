@@ -12,8 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from megatron.config.schema import (BOOLEAN, COUNT, COUNT_FROM_0, FRACTION, JSON_TYPE_OF, NUMBER, NUMBER_FROM_0,
-                                    ConfigErrors, ConfigSection, ErrorList, JsonKey, JsonType, NumberRange,
-                                    SettingError, flag_name, one_of, setting)
+                                    ConfigSection, ErrorList, JsonKey, JsonType, NumberRange, flag_name, one_of,
+                                    setting)
+from megatron.errors import ConfigError
 
 OptimizerName = Literal["adam", "adamw", "sgd", "lamb", "lion", "adagrad", "rmsprop", "nadam", "radam", "adamax",
                         "adadelta", "asgd", "rprop", "onebit_adam", "onebit_lamb", "muon"]
@@ -181,10 +182,9 @@ class OptimConfig(ConfigSection):
     def _parse_optimizer_params(self) -> dict[str, Any]:
         takes, params = OPTIMIZERS[self.optimizer], dict[str, Any]()
 
-        def require(condition: bool, problem: str, **others: Any) -> None:
+        def require(condition: bool, problem: str) -> None:
             if not condition:
-                raise ConfigErrors([SettingError("{optimizer_params} {param}" + problem, vars(self),
-                                                 {"param": name, **others})])
+                raise ConfigError(f"--optimizer-params {name}{problem}")
 
         for text in self.optimizer_params:
             name, equals, value = text.partition("=")
@@ -192,23 +192,22 @@ class OptimConfig(ConfigSection):
             require(name not in params, " is given twice; leave one of them out")
             if name in OPTIMIZER_SWITCHES and name not in takes.extra and value == "false":
                 continue
-            require(name not in takes.fields, " has a flag of its own: give {flags}",
-                    flags=" and ".join(map(flag_name, takes.fields.get(name, "").split())))
-            require(name in takes.extra, " is not a parameter of {optimizer=}: expected {known}",
-                    known=", ".join(takes.extra) or "none")
+            require(name not in takes.fields, " has a flag of its own: give "
+                    + " and ".join(map(flag_name, takes.fields.get(name, "").split())))
+            require(name in takes.extra, f" is not a parameter of --optimizer {self.optimizer}: expected "
+                    + (", ".join(takes.extra) or "none"))
             kind, given = extra_param_type(name, takes.extra[name]), value
             try:
                 given = value.strip('"') if isinstance(takes.extra[name], str) else json.loads(value)
                 params[name] = kind.convert(given)
             except json.JSONDecodeError:
-                require(False, " is {given}: expected a number, true or false", given=value)
+                require(False, f" is {value}: expected a number, true or false")
             except ValueError:
-                require(False, " is {given!r}: expected {kind}", given=given, kind=kind.expected)
+                require(False, f" is {given!r}: expected {kind.expected}")
             allowed = EXTRA_RANGES.get(name)
             numbers = params[name] if isinstance(params[name], tuple) else (params[name],)
             require(allowed is None or all(allowed.least <= number <= allowed.most for number in numbers),
-                    " is {given}: expected {allowed}", allowed=allowed,
-                    given=f"{given:g}" if isinstance(given, float) else given)
+                    f" is {f'{given:g}' if isinstance(given, float) else given}: expected {allowed}")
         return params
 
 

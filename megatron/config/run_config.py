@@ -10,8 +10,6 @@ from typing import Literal
 from megatron.config.schema import BOOLEAN, COUNT_FROM_0, ConfigSection, ErrorList, JsonKey, setting
 from megatron.errors import ConfigError
 
-NOT_SIGNED_MESSAGE = "checkpoints are not signed any more: use the storage's own means (object lock, access rights)"
-
 
 @dataclass(frozen=True, kw_only=True)
 class SaveConfig(ConfigSection):

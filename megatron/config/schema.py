@@ -21,7 +21,7 @@ import re
 import sys
 import types
 import typing
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import Field, dataclass, field, fields
 from functools import partial
@@ -234,19 +234,15 @@ class FlagToKeyNames:
     has_only_keys: bool = False  # the reader knows keys only (an engine without a command line)
     file: str = ""
 
-    def keys(self, flags: Collection[str]) -> dict[str, str]:
-        """Flag -> key, for a text that names these flags; empty if none of them came from the file."""
-        in_keys = self.has_only_keys or not self.keys_of_given.keys().isdisjoint(flags)
-        return {**self.keys_of_others, **self.keys_of_given} if in_keys else {}
-
     def translate(self, text: str) -> str:
-        """The text with keys in place of flags. A SettingError knows its settings; other texts, such as the engine's,
-        are searched for flags."""
-        if isinstance(text, SettingError):
-            return SettingError(*text.parts, self)
-        keys = self.keys({re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, text)})
+        """The text with keys in place of flags, if one of them came from the file."""
+        flags = {re.sub("^--no-", "--", flag) for flag in re.findall(_FLAG, text)}
+        if not self.has_only_keys and self.keys_of_given.keys().isdisjoint(flags):
+            return text
+        keys = {**self.keys_of_others, **self.keys_of_given}
         words = {**{f"--no-{flag[2:]}": f"{key} false" for flag, key in keys.items()}, **keys}
-        return _join_name(re.sub(_FLAG, lambda match: words.get(match[0], match[0]), text))
+        text = re.sub(_FLAG, lambda match: words.get(match[0], match[0]), text)
+        return text.replace("optimizer.params. ", "optimizer.params.")  # `--optimizer-params NAME` is one key in a file
 
     @contextmanager
     def translate_errors(self) -> Iterator[None]:
@@ -258,36 +254,22 @@ class FlagToKeyNames:
             raise
 
 
-def _join_name(text: str) -> str:
-    """`--optimizer-params NAME` is one key in a file."""
-    return text.replace("optimizer.params. ", "optimizer.params.")
-
-
-class SettingError(str):
-    """An error text that knows the settings it names: `fields`. `template` names fields of `values` as the head of this
-    file says, and anything in `others` by its name there."""
-
-    fields: frozenset[str]
-    parts: tuple[str, Mapping[str, Any], Mapping[str, Any]]  # what it is made of, but for the names
-
-    def __new__(cls, template: str, values: Mapping[str, Any], others: Mapping[str, Any] = {},
-                names: FlagToKeyNames = FlagToKeyNames()) -> SettingError:
-        named = {name.removeprefix("no ").removesuffix("=") for _, name, _, _ in Formatter().parse(template)
-                 if name and name not in others}
-        keys, words = names.keys(set(map(flag_name, named))), dict(others)
-        for name in named:
-            flag, value = flag_name(name), values[name]
-            word = keys.get(flag, flag)
-            words |= {name: word, f"{name}=": f"{word} {f'{value:g}' if isinstance(value, float) else value}",
-                      f"no {name}": f"{word} false" if flag in keys else f"--no-{flag[2:]}"}
-        error = super().__new__(cls, _join_name(template.format_map(words)))
-        error.fields, error.parts = frozenset(named), (template, values, others)
-        return error
+def format_settings(template: str, values: Mapping[str, Any], **others: Any) -> str:
+    """The text of a `template` that names fields of `values` as the head of this file says, and `others` by their names
+    there. It has flags; `FlagToKeyNames` translates them."""
+    words = dict(others)
+    for name in {name for _, name, _, _ in Formatter().parse(template) if name and name not in others}:
+        field_name = name.removeprefix("no ").removesuffix("=")
+        flag, value = flag_name(field_name), values[field_name]
+        shown = f" {f'{value:g}' if isinstance(value, float) else value}" if name.endswith("=") else ""
+        words[name] = f"--no-{flag[2:]}" if name.startswith("no ") else flag + shown
+    return template.format_map(words)
 
 
 def fields_of(error: str) -> frozenset[str]:
     """The settings that an error names."""
-    return error.fields if isinstance(error, SettingError) else frozenset()
+    flags = re.findall(_FLAG, error)
+    return frozenset(flag.removeprefix(prefix).replace("-", "_") for flag in flags for prefix in ("--", "--no-"))
 
 
 MAX_SHOWN_ERRORS = 40
@@ -315,9 +297,9 @@ class ErrorList(list[str]):
     values: Mapping[str, Any] | None = None  # field -> value, of the settings that are checked
 
     def require(self, condition: bool, message: str, **others: Any) -> None:
-        """Add an error unless the condition holds; with `values` the message is the template of a SettingError."""
+        """Add an error unless the condition holds; with `values` the message is a template (`format_settings`)."""
         if not condition:
-            self.append(message if self.values is None else SettingError(message, self.values, others))
+            self.append(message if self.values is None else format_settings(message, self.values, **others))
 
     def raise_if_any(self, name: str = "") -> None:
         if self:

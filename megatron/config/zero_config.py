@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey, one_of,
-                                    setting)
+                                    require, setting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -38,10 +38,8 @@ class ParallelConfig(ConfigSection):
 
 def data_parallel_size(world_size: int, tp: int) -> int:
     """The number of ranks per data parallel group; ConfigError if it is not an integer."""
-    errors = ErrorList({"model_parallel_size": tp})
-    errors.require(world_size % tp == 0, "{model_parallel_size=} does not divide the number of ranks, {ranks}: start "
-                   "a multiple of {tp} ranks (megatron.launch --nproc-per-node)", ranks=world_size, tp=tp)
-    errors.raise_if_any()
+    require(world_size % tp == 0, f"--model-parallel-size {tp} does not divide the number of ranks, {world_size}: "
+            f"start a multiple of {tp} ranks (megatron.launch --nproc-per-node)")
     return world_size // tp
 
 

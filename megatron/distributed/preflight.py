@@ -11,7 +11,7 @@ import json
 import os
 import socket
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from datetime import timedelta
 from pathlib import Path
@@ -34,22 +34,15 @@ LINGER_SECONDS = 5.0  # seconds for every rank to read the error before the rank
 def code_digest() -> str:
     """Digest of all our modules, if they are installed side by side: hundreds of files, read in milliseconds."""
     root, digest = Path(__file__).resolve().parents[2], hashlib.sha256()
-    for path in (path for package in COMPARED_PACKAGES for path in _modules(root / package)):
+    for path in (path for package in COMPARED_PACKAGES for path in sorted((root / package).rglob("*.py"))):
+        if not path.stem.isidentifier():  # a file that an editor or a user has left there
+            continue
         try:
             digest.update(f"{path.relative_to(root)}\n".encode() + path.read_bytes())
         except OSError as error:
             raise ConfigError(f"{path}: cannot be read ({error.strerror}); the ranks compare their code before they "
                               "begin") from error
     return digest.hexdigest()[:12]
-
-
-def _modules(package: Path) -> Iterator[Path]:
-    """Importable modules only, not the files that users, editors and version control leave in a package folder."""
-    for path in sorted(package.iterdir()):
-        if path.suffix == ".py" and path.stem.isidentifier():
-            yield path
-        elif (path / "__init__.py").is_file():
-            yield from _modules(path)
 
 
 def check_ranks_match(store: Store, rank: int, ranks: int, settings: Mapping[str, Any], timeout: timedelta) -> None:

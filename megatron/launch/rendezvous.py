@@ -22,7 +22,7 @@ from megatron.errors import EXIT_CONFIG, ConfigError, PeerError, TrainerError
 from megatron.launch.node_monitor import JsonConnection, JsonConnectionClosed, NodeInfo, NodeMonitor, shorten_error_text
 
 GREETING = "megatron.launch 2"
-GREETING_SECONDS = 10.0  # seconds for a new connection to send its greeting
+GREETING_SECONDS = 10.0  # seconds for node 0 to answer a greeting
 RETRY_SECONDS = 0.5  # seconds between polls or connection attempts
 LINGER_SECONDS = 5.0  # seconds in which every node can connect and read why the job does not start
 WAIT_NOTE_SECONDS = 10.0  # seconds to the first line that names missing nodes; each further one takes twice as long
@@ -96,7 +96,7 @@ class RendezvousServer:
                  print_line: PrintLine) -> None:
         self._own, self._listener, self._where, self._seconds, self._print_line = (
             own, listener, where, seconds, print_line)
-        self._unidentified: dict[JsonConnection, float] = {}  # connections without a greeting -> deadline
+        self._unidentified = set[JsonConnection]()  # connections without a greeting
         self._connections: dict[int, JsonConnection] = {}
         self._nodes = {own.node: own}
         self._refusal: dict[str, Any] | None = None  # reply to every further node once the job cannot start
@@ -146,11 +146,8 @@ class RendezvousServer:
                 continue
             with suppress(OSError):  # the peer has disconnected already
                 link = JsonConnection(self._listener.accept()[0])
-                self._unidentified[link] = time.monotonic() + GREETING_SECONDS
+                self._unidentified.add(link)
                 self._selector.register(link, selectors.EVENT_READ)
-        for link, until in list(self._unidentified.items()):
-            if time.monotonic() >= until:
-                self._disconnect(link)
 
     def _handle_message(self, connection: JsonConnection, message: dict[str, Any]) -> None:
         if connection not in self._unidentified or message.get("greeting") != GREETING:
@@ -178,7 +175,7 @@ class RendezvousServer:
                 f"{node_info.host}; each node needs a number of its own")))
             self._print_line(f"note: a second node {node_info.node} came, from {node_info.host}, and was sent away")
             raise JsonConnectionClosed
-        del self._unidentified[connection]
+        self._unidentified.remove(connection)
         self._connections[node_info.node], self._nodes[node_info.node] = connection, node_info
         connection.send({"welcome": self._own.host})
 
@@ -186,7 +183,7 @@ class RendezvousServer:
         """Drop a connection that closed or is not from one of our launchers."""
         self._selector.unregister(connection)
         connection.close()
-        self._unidentified.pop(connection, None)
+        self._unidentified.discard(connection)
         for node in [node for node, other in self._connections.items() if other is connection]:
             del self._connections[node], self._nodes[node]
 

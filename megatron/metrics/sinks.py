@@ -3,7 +3,8 @@
 A sink takes records: JSON lines, CSV tables, a CSV file for each scalar, TensorBoard events, Weights & Biases runs.
 Errors name the flag or key of the sink. A resumed run appends to the files, after repairing what a kill, a power cut or
 a full disk left of the last line; of a repeated step the later row counts. To continue a W&B run after a resume set
-WANDB_RUN_ID and WANDB_RESUME=allow; WANDB_MODE=offline writes to ./wandb.
+WANDB_RUN_ID and WANDB_RESUME=allow; WANDB_MODE=offline writes to ./wandb. `MetricsFileReader` reads the JSON lines. No
+torch.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ import io
 import json
 import math
 import os
+import re
 import stat
 import sys
 import threading
@@ -28,8 +30,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 from weakref import finalize
 
-from data.storage import LockResult, try_lock, unlock
-from data.storage import escape_to_one_line
+from data.storage import DataError, LockResult, escape_to_one_line, try_lock, unlock
 from megatron.config.run_config import check_wandb
 from megatron.errors import ConfigError, StorageError, explain_os_error
 
@@ -260,7 +261,9 @@ class TensorboardSink(MetricsSink):
         except ImportError as error:
             raise ConfigError(f"{flag} needs the package tensorboard ({error}); install it, or use CSV") from None
         self._flag, self._folder = flag, folder
-        _silence_writer_thread()
+        # TensorBoard's writer thread prints no traceback from now on.
+        if not (isinstance(threading.excepthook, partial) and threading.excepthook.func is _thread_excepthook):
+            threading.excepthook = partial(_thread_excepthook, threading.excepthook)
         with storage_errors(flag, folder):
             self.writer: Any = SummaryWriter(folder)
             self.events: Any = self.writer.file_writer
@@ -297,12 +300,6 @@ class TensorboardSink(MetricsSink):
         with storage_errors(self._flag, self._folder):
             self.writer.flush()  # raises the thread's error
             self.writer.close()
-
-
-def _silence_writer_thread() -> None:
-    """TensorBoard's writer thread prints no traceback from now on."""
-    if not (isinstance(threading.excepthook, partial) and threading.excepthook.func is _thread_excepthook):
-        threading.excepthook = partial(_thread_excepthook, threading.excepthook)
 
 
 def _thread_excepthook(previous_hook: Callable[..., object], args: Any) -> None:
@@ -357,3 +354,57 @@ class WandbSink(MetricsSink):
             why = " ".join(f"{type(error).__name__}: {error}".split())
             print(f"warning: wandb takes no more scalars ({why}); training goes on without it", file=sys.stderr,
                   flush=True)
+
+
+# ---- what JsonlSink has written ------------------------------------------------------------------------------------
+
+Record = dict[str, Any]
+RECORD_KEYS = ("config", "iteration", "save")  # every record of a trainer has one of these keys
+MAX_LINE_BYTES = 1 << 20  # the configuration of a run has about 5,000
+PROBED_LINES = 5  # a metrics file has a record within these lines
+
+
+class MetricsFileReader:
+    """The records of a file in order, read lazily; the counters cover the lines read so far. Incomplete lines and zeros
+    left by a crash are skipped and counted; a record behind them on the same line counts."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.num_records = 0
+        self.num_damaged_lines = 0  # lines that are not exactly one record
+        # The last line is being written, or the run was killed while writing it.
+        self.last_line_is_incomplete = False
+
+    def __iter__(self) -> Iterator[Record]:
+        try:
+            with open(self._path, "rb") as file:
+                while line := file.readline(MAX_LINE_BYTES):
+                    record = _parse_record(line)
+                    if record is None and line.strip():
+                        if not line.endswith(b"\n"):
+                            self.last_line_is_incomplete = True
+                            continue
+                        self.num_damaged_lines += 1
+                        # there may be a record behind the beginning of another one, or behind zeros
+                        parsed = (_parse_record(line[start.start():]) for start in re.finditer(rb'\{"', line))
+                        record = next((one for one in parsed if one is not None), None)
+                    if record is not None:
+                        self.num_records += 1
+                        yield record
+        except OSError as error:
+            raise DataError(f"{self._path}: cannot be read: {error.strerror}") from error
+        if self.num_damaged_lines and not self.num_records:
+            raise DataError(f"{self._path} is no metrics file: no line of it is a record of a run")
+
+
+def _parse_record(text: bytes) -> Record | None:
+    try:
+        record = json.loads(text)
+    except (ValueError, RecursionError):
+        return None
+    return record if isinstance(record, dict) and any(key in record for key in RECORD_KEYS) else None
+
+
+def looks_like_metrics(path: Path) -> bool:
+    with open(path, "rb") as file:
+        return any(_parse_record(file.readline(MAX_LINE_BYTES)) for _ in range(PROBED_LINES))

@@ -49,14 +49,6 @@ Every flag of pretrain_gpt2.py is a training flag; its --help lists them. docs/p
 
 MODULE = "python -m megatron.plan"
 THIS_MACHINE = "here"
-RETIRED = {"--probe": "--time measures this machine each time, in about 10 s",
-           "--rates": f"--time measures this machine, and --time GPU reads a table of known ones "
-                      f"({', '.join(KNOWN_GPUS)})"}
-
-
-def refuse_retired(argv: Sequence[str], answers: Mapping[str, str]) -> None:
-    for name in (word.partition("=")[0] for word in argv):
-        require(name not in answers, f"{name} was retired: {answers.get(name)}")
 
 
 def num_visible_gpus() -> int:
@@ -66,9 +58,8 @@ def num_visible_gpus() -> int:
 
 
 def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, PlannedRun]:
-    parser, argv = _parser(ranks), normalize_flag_names(argv)
-    refuse_retired(argv, RETIRED)
-    options, flags = parser.parse_known_args(argv)
+    parser = _parser(ranks)
+    options, flags = parser.parse_known_args(normalize_flag_names(argv))
     require_positive(options, "ranks", "ranks_per_node", "tflops")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
     config = parse_args(flags, options.ranks, other_options=parser.flag_names())

@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 from torch.nested._internal.nested_tensor import NestedTensor
 from torch.nn.modules.module import register_module_forward_hook, register_module_forward_pre_hook
-from torch.utils._python_dispatch import TorchDispatchMode, _get_current_dispatch_mode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry
 
 # ---- formulas ----------------------------------------------------------------------------------------------------
@@ -181,11 +181,6 @@ class FlopRecording(TorchDispatchMode):
         self._interval_owners: list[str | None] = []
         # (path, start, stop) of calls that `assign_times` has not handled yet.
         self._timed_calls: list[tuple[str, Any, Any]] = []
-
-    @property
-    def can_stop(self) -> bool:
-        """Whether this is the thread's innermost mode, which is the one that torch ends."""
-        return _get_current_dispatch_mode() is self
 
     @contextmanager
     def record(self, part: str = "") -> Iterator[None]:

@@ -32,7 +32,7 @@ from megatron.checkpoint.tags import latest_tag, read_tag_manifest
 from megatron.config.cli_help import command_parser
 from megatron.config.tree import FIELDS, config_to_flags, require
 from megatron.errors import CheckpointError, ConfigError
-from megatron.metrics.metrics_file import MetricsFileReader, Record, looks_like_metrics
+from megatron.metrics.sinks import MetricsFileReader, Record, looks_like_metrics
 
 USUAL_NAME = "metrics.jsonl"
 
@@ -440,11 +440,14 @@ def report_page(histories: Sequence[RunHistory], notes: Iterable[str]) -> str:
                 for before, start in pairwise([history.starts[0], *history.starts])]))
     for history in histories:
         if history.settings:
+            fields = {name: name.rpartition(".")[2] for name in history.settings}
+            shown = {name: format_value(value) for name, value in history.settings.items()}
+            defaults = {name: format_value(FIELDS[field].default) for name, field in fields.items() if field in FIELDS}
             parts.append(_flags_section(history))
             parts.append(html_section(
                 f"All settings of {history.name}", ("setting", "value", "default, where it differs"),
-                [(name, format_value(value), _default_unless_equal(name, value))
-                 for name, value in history.settings.items()], is_folded=True))
+                [(name, value, default if (default := defaults.get(name, value)) != value else "")
+                 for name, value in shown.items()], is_folded=True))
     return html_document(", ".join(names), notes, parts)
 
 
@@ -454,9 +457,3 @@ def _flags_section(history: RunHistory) -> str:
     shown = " ".join(f"<span>{escape_html(flag)}</span>" for flag in re.split(r" (?=--)", flags))
     return (f"<section><h2>Flags of {escape_html(history.name)}</h2>\n<div class=\"flags\"><code>{shown}</code>"
             "<button type=\"button\">copy</button></div></section>\n")
-
-
-def _default_unless_equal(name: str, value: object) -> str:
-    """The default of a setting that has another value, as text."""
-    default = format_value(FIELDS[field_name].default if (field_name := name.rpartition(".")[2]) in FIELDS else value)
-    return "" if default == format_value(value) else default

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import hashlib
 from collections import deque
-from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
 from typing import NamedTuple
@@ -96,39 +96,36 @@ def samples_digest(first: int, count: int) -> str:
     return hashlib.sha256(np.arange(first, first + count, dtype="<i8").tobytes()).hexdigest()
 
 
-class BatchStream:
-    """The micro-batches of consecutive steps, prefetched by background threads."""
+def batch_stream(samples: Dataset, sampler: MicroBatchSampler, first: int, steps: int,
+                 workers: int) -> Generator[list[Batch], None, None]:
+    """The micro-batches of consecutive steps, prefetched by background threads; `close` ends these."""
+    def load_step(first: int) -> list[Batch]:
+        return [sampler.load_batch(samples, ids) for ids in sampler.micro_batch_ids(first)]
 
-    def __init__(self, samples: Dataset, sampler: MicroBatchSampler, first: int, steps: int, workers: int) -> None:
-        self._samples, self._sampler = samples, sampler
-        self._first_ids = self._iter_first_ids(first, steps)
-        self._pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None
-        self._prefetched: deque[Future[list[Batch]]] = deque()
-
-    def _iter_first_ids(self, first: int, steps: int) -> Iterator[int]:
-        for _ in range(steps):
-            yield first
-            first += self._sampler.global_batch(first)
-
-    def __iter__(self) -> Iterator[list[Batch]]:
+    pool = ThreadPoolExecutor(workers, thread_name_prefix="batches") if workers else None
+    first_ids = iter_first_ids(sampler, first, steps)
+    loaded = map(load_step, first_ids) if pool is None else _prefetch(pool, load_step, first_ids)
+    try:
         while True:
             with STATUS.in_activity(READING):
-                batches = self._next_step()
+                batches = next(loaded, None)
             if batches is None:
                 return
             yield batches
+    finally:
+        if pool is not None:
+            pool.shutdown(wait=True, cancel_futures=True)
 
-    def _next_step(self) -> list[Batch] | None:
-        if self._pool is None:
-            first = next(self._first_ids, None)
-            return None if first is None else self._load_step(first)
-        for first in islice(self._first_ids, 3 - len(self._prefetched)):
-            self._prefetched.append(self._pool.submit(self._load_step, first))
-        return self._prefetched.popleft().result() if self._prefetched else None
 
-    def _load_step(self, first: int) -> list[Batch]:
-        return [self._sampler.load_batch(self._samples, ids) for ids in self._sampler.micro_batch_ids(first)]
+def iter_first_ids(sampler: MicroBatchSampler, first: int, steps: int) -> Iterator[int]:
+    for _ in range(steps):
+        yield first
+        first += sampler.global_batch(first)
 
-    def close(self) -> None:
-        if self._pool is not None:
-            self._pool.shutdown(wait=True, cancel_futures=True)
+
+def _prefetch(pool: ThreadPoolExecutor, load_step: Callable[[int], list[Batch]],
+              first_ids: Iterator[int]) -> Iterator[list[Batch]]:
+    pending = deque(pool.submit(load_step, first) for first in islice(first_ids, 3))
+    while pending:
+        yield pending.popleft().result()
+        pending.extend(pool.submit(load_step, first) for first in islice(first_ids, 1))

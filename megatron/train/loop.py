@@ -25,7 +25,7 @@ from megatron.distributed.signals import StopListener
 from megatron.errors import Interrupted, NumericsError, TrainerError
 from megatron.layer_drop import kept
 from megatron.metrics.step_metrics import LayerDropMetrics, NvmeStats, StepMetrics, StepTimer, max_memory_bytes
-from megatron.train.batches import Batch, BatchStream, MicroBatchSampler, samples_digest
+from megatron.train.batches import Batch, MicroBatchSampler, batch_stream, samples_digest
 from megatron.train.compile import arithmetic_precision
 from megatron.train.evaluation import evaluate
 from megatron.train.flops import flops_per_token, peak_tflops
@@ -130,8 +130,8 @@ class Trainer:
         # In this order: the log reads the stop requests of the step, an evaluation may find one, and a stop saves.
         hooks = [self._process_finished_steps, self._evaluate_if_due, self._stop_if_asked, self._save_if_due]
         timer = StepTimer(self.engine.drive_use)
-        stream = BatchStream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
-                             self.config.data.num_workers)
+        stream = batch_stream(samples, self.sampler, state.consumed_samples, train.train_iters - state.iteration,
+                              self.config.data.num_workers)
         self.engine.train()
         if state.owes_evaluation and is_due(state.iteration, train.evaluates_every):
             state.owes_evaluation = not self._evaluate("validation", state, valid)

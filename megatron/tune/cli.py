@@ -20,7 +20,7 @@ from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
 from megatron.plan.alternatives import format_bytes
-from megatron.plan.cli import align_columns, num_visible_gpus, refuse_retired, with_vocabulary
+from megatron.plan.cli import align_columns, num_visible_gpus, with_vocabulary
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import measured_rates
 from megatron.report.run_report import UNKNOWN
@@ -157,9 +157,8 @@ def _parser() -> StrictArgumentParser:
 
 
 def parse(argv: Sequence[str]) -> tuple[argparse.Namespace, PlannedRun]:
-    parser, argv = _parser(), normalize_flag_names(argv)
-    refuse_retired(argv, {"--rates": "a search measures this machine itself, in about 10 s"})
-    options, flags = parser.parse_known_args(argv)
+    parser = _parser()
+    options, flags = parser.parse_known_args(normalize_flag_names(argv))
     options.dry_run = is_dry_run(flags)
     require_positive(options, "ranks", "card_gb", "trial_seconds", "steps_in")
     options.device = options.device or ("cuda" if num_visible_gpus() else "cpu")

@@ -37,7 +37,7 @@ from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileCon
 from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
 from megatron.errors import ConfigError
 from megatron.launch.supervisor import die_with_parent
-from megatron.metrics.metrics_file import MetricsFileReader
+from megatron.metrics.sinks import MetricsFileReader
 from megatron.package import __version__
 from megatron.plan.footprint import Device, PlannedRun
 from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_per_step

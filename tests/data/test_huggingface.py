@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from data import huggingface, preprocess
+from data import preprocess, text_files
 from data.preprocess import build_corpus, main as preprocess_command
 from data.sources import Datasets, check_sources, open_datasets
 from data.storage import DataError, ResumableError
@@ -59,7 +59,7 @@ def hub(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> SimpleNamespace:
     stub.__spec__ = ModuleSpec("datasets", None)
     stub.load_dataset_builder = load_dataset_builder  # type: ignore[attr-defined]
     monkeypatch.setitem(sys.modules, "datasets", stub)
-    monkeypatch.setattr(huggingface, "BATCH_ROWS", 4)
+    monkeypatch.setattr(text_files, "BATCH_ROWS", 4)
     monkeypatch.chdir(tmp_path)
     return state
 
@@ -112,7 +112,7 @@ def test_what_cannot_be_read_is_refused_in_one_line(hub, monkeypatch: pytest.Mon
         opened("hf:org/name.v2")
     build_corpus(["hf:org/name.v2"], "c", BYTE, skip_malformed=True)
     assert documents_of("c") == [[*text.encode(), 256] for text in TEXTS[:7] + TEXTS[8:]]
-    monkeypatch.setattr(huggingface, "find_spec", lambda name: None)
+    monkeypatch.setattr(text_files, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"^--valid-data: hf:a: needs the package datasets: pip install datasets \(the"):
         check_sources(["hf:a"], "--valid-data")
 

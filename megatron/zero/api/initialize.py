@@ -192,7 +192,8 @@ def _engine_notes(config: Config, core: ZeroEngine, train_iters: int | None) -> 
     """What the user should know of the settings; `train_iters`: None if a script has the loop."""
     params_are_sharded = any(bucket.params_are_sharded for bucket in core.all_buckets)
     yield from offload_notes(config, core.engine_storage, params_are_sharded=params_are_sharded)
-    yield from (*config.parallel.notes(), *config.layer_drop.notes(), *config.quantize.notes(train_iters), *config.profile.notes(train_iters))
+    yield from (*config.parallel.notes(), *config.layer_drop.notes(), *config.quantize.notes(train_iters),
+                *config.profile.notes(train_iters))
     if isinstance(core.rule, Muon):
         yield muon_split_note(core.param_groups)
 

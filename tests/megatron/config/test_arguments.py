@@ -114,8 +114,6 @@ BAD = [
         ("zeroone_adam", "; 0/1 Adam was retired; use OneBitAdam (onebit_ad"),
         ("muon --optimizer-params adam_lr=fast", "adam_lr is fast: expected a number, true or false"),
         ("muon --no-adam-w-mode", "its decay is decoupled"), ("muon --memory-centric-tiled-linear", "never exist"))),
-    (["--checkpoint-key", "my.key"], "--checkpoint-key my.key is not a flag here: checkpoints are not signed any more: "
-     "use the storage's own means (object lock, access rights)"),
     ("--quantize-training --train-iters 40".split(), "--quantize-offset 1000 is above --train-iters 40, so"),
     *((f"--preset tiny --quantize-training {flags}".split(), told) for flags, told in (
         ("--quantize-groups 3", "--quantize-groups 3 does not divide the rows of every matrix, 64 "),

@@ -7,8 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from megatron.config.cli import parse_args
-from megatron.config.config_file import FORMATS, config_as_text
+from megatron.config.cli import FORMATS, config_as_text, parse_args
 from megatron.errors import ConfigError
 from megatron.model import count_parameters
 from tests.megatron.helpers import ROOT, TINY, train

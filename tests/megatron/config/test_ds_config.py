@@ -360,7 +360,6 @@ COMBINATIONS: list[tuple[dict[Any, Any], str]] = [
      "what a rank says is made of the momentum, on the device"),
     (merged(typed("ZeroOneAdam"), nested("optimizer.params.var_freeze_step", 5)),
      'optimizer.type "ZeroOneAdam" is not supported, 0/1 Adam was retired; use OneBitAdam (onebit_adam)'),
-    (nested("checkpoint.key_file", "my.key"), "checkpoints are not signed any more: use the storage's own means"),
     (merged(typed("Muon"), nested("optimizer.params.adjust_lr_fn", "spectral")), '"original" or "match_rms_adamw"'),
     (merged(typed("Muon"), {"optimizer": {"params": {"lr": 0, "muon_lr": 0.02}}}),
      "lr is 0, and muon_lr and adam_lr are rates beside it"),

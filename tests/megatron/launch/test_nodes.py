@@ -136,8 +136,7 @@ def lines() -> tuple[list[str], Callable[[str], None]]:
     None, b"GET / HTTP/1.1\r\n\r\n", b"[1]\n", b"x" * 300_000,
     b'{"greeting": "megatron.launch 2", "node": 7, "nodes": 2, "ranks": 1, "host": "x"}\n',
     b'{"greeting": "megatron.launch 2", "node": "x", "nodes": 2, "ranks": 1, "host": 1}\n'])
-def test_strangers_on_the_port_do_not_disturb_the_meeting(port, greeting, monkeypatch):
-    monkeypatch.setattr(rendezvous, "GREETING_SECONDS", 0.5)
+def test_strangers_on_the_port_do_not_disturb_the_meeting(port, greeting):
     found: dict[int, NodeMonitor] = {}
 
     def come(node: int) -> None:
@@ -149,7 +148,6 @@ def test_strangers_on_the_port_do_not_disturb_the_meeting(port, greeting, monkey
         if greeting is not None:
             with suppress(OSError):
                 stranger.sendall(greeting)
-        time.sleep(0.6)
         threads[1].start()
         for thread in threads:
             thread.join(10)

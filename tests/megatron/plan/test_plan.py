@@ -167,8 +167,6 @@ REFUSED = [
     (["--offload-param-device", "cpu", "--zero-stage", "2"], "needs --zero-stage 3, not 2"),
     (["--ranks-per-node", "0"], "--ranks-per-node is 0"), (["--tflops", "-1"], "--tflops is -1"),
     (["--card-gb", "x"], "--card-gb: invalid float value: 'x'"),
-    (["--probe"], "--probe was retired: --time measures this machine each time"),
-    (["--rates", "file.json"], "--rates was retired: --time measures this machine, and --time GPU reads a table"),
     (["--time", "H1000"], "--time H1000: expected one of H200, H100 PCIe, H100"),
     (["--time", "H100", "--device", "cpu"], "--time H100 is a GPU, and --device is cpu")]
 

@@ -19,7 +19,7 @@ from data.storage import DataError
 from megatron.config.cli import parse_args
 from megatron.config.tree import TrainConfig, flag_name
 from megatron.distributed import exit_codes
-from megatron.metrics.metrics_file import MetricsFileReader
+from megatron.metrics.sinks import MetricsFileReader
 from megatron.report.run_report import (HEADLINES, MOST_POINTS, RunHistory, chart_data, find_metrics_file, main,
                                         report_page)
 from megatron.train.run_log import RunLog

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from data.storage import DataError
-from megatron.metrics.metrics_file import MetricsFileReader
+from megatron.metrics.sinks import MetricsFileReader
 from megatron.report.run_report import RunHistory, history_notes
 from tests.megatron.report.written import CONFIG, evaluation, save, start, step, write
 

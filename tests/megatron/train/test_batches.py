@@ -16,7 +16,7 @@ from data.gpt2_dataset import GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
 from megatron.model import GPT2
-from megatron.train.batches import (BatchStream, MicroBatchSampler, document_numbers, positions_in_document,
+from megatron.train.batches import (MicroBatchSampler, batch_stream, document_numbers, positions_in_document,
                                     samples_digest)
 from tests.distributed import run_ranks
 from tests.megatron.helpers import NO_DROPOUT, TINY, steps, tiny_model, total_digest, train, write_corpus
@@ -51,7 +51,7 @@ def test_the_ranks_use_every_id_of_a_step_exactly_once() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1, 3])
 def test_a_stream_gives_the_steps_in_order_and_then_ends(workers: int) -> None:
-    stream = BatchStream(Counting(), rule(accumulation=2, dp_rank=1, dp_size=2), first=80, steps=7, workers=workers)
+    stream = batch_stream(Counting(), rule(accumulation=2, dp_rank=1, dp_size=2), first=80, steps=7, workers=workers)
     seen = [[batch.tokens[:, 0].tolist() for batch in batches] for batches in stream]
     stream.close()
     assert seen == [[[first + 2, first + 3], [first + 6, first + 7]] for first in range(80, 80 + 7 * 8, 8)]
@@ -75,7 +75,7 @@ def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(tmp_p
                                                                                  (1, 2, 5, 9)))
             rules = [rule(micro_batch=micro, accumulation=accumulation, dp_rank=rank, dp_size=dp) for rank in range(dp)]
             # A stream reads ahead of the steps that are taken; only those count.
-            streams = [BatchStream(samples, one, len(seen), 99, workers=draw.choice((0, 0, 2))) for one in rules]
+            streams = [batch_stream(samples, one, len(seen), 99, workers=draw.choice((0, 0, 2))) for one in rules]
             taken = [list(itertools.islice(stream, steps)) for stream in streams]
             for stream in streams:
                 stream.close()

@@ -23,8 +23,7 @@ from megatron.config.tree import LogConfig
 from megatron.errors import format_bytes
 from megatron.metrics.step_metrics import STEP_SCALARS, StepMetrics
 from megatron.train.evaluation import printable
-from megatron.train.run_log import RunLog, console_line
-from megatron.train.summary import CHART_COLUMNS, CHART_ROWS, loss_chart
+from megatron.train.run_log import CHART_COLUMNS, CHART_ROWS, RunLog, console_line, loss_chart
 from megatron.zero.offload.direct_io import DirectIoFile
 from tests.megatron.helpers import TINY, own_signals, records, steps, train, write_corpus
 

@@ -303,8 +303,7 @@ def test_what_does_not_fit_is_not_tried(tuner: Tuner, monkeypatch: pytest.Monkey
     ("--ranks 0", "--ranks is 0"), ("--trial-seconds 0", "--trial-seconds is 0"),
     ("--global-batch-size 3 --autotuning-mp-size 1", "leave no choice"),
     ("--autotuning-mp-size 3", "--autotuning-mp-size 3 does not divide --ranks 2"),
-    ("--device cuda", "--device cuda needs a GPU that may be used: trials run here"),
-    ("--rates rates.json", "--rates was retired: a search measures this machine itself, in about 10 s")])
+    ("--device cuda", "--device cuda needs a GPU that may be used: trials run here")])
 def test_what_cannot_be_tuned_is_refused(flags: str, words: str, tuner: Tuner) -> None:
     with pytest.raises(ConfigError, match=words):
         tuner.search(flags)
