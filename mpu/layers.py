@@ -76,6 +76,8 @@ class _GatherLinear(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor | None, None]:
         x, weight = ctx.saved_tensors
         rows = grads[0].flatten(0, 1)  # [b * s, out / tp]
+        if torch.compiler.is_compiling():  # a gather that needs no gradient would move to the forward, its result kept
+            x = x + 0 * rows[0, 0]
         d_weight = rows.t() @ all_gather_positions(x, ctx.tp).flatten(0, 1)
         d_x = reduce_scatter_positions(grads[0] @ weight, ctx.tp)  # [b, s, in] -> [b, s / tp, in]
         return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None

@@ -14,7 +14,9 @@ from unittest.mock import patch
 import pytest
 import torch
 from torch import Tensor
+from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
+from torch._functorch.partitioners import min_cut_rematerialization_partition
 
 import mpu.device
 from megatron.config.tree import Config, build_config
@@ -22,6 +24,7 @@ from megatron.errors import ConfigError
 from megatron.train import build, compile
 from mpu import groups
 from mpu.groups import Groups
+from mpu.layers import ColumnParallelLinear
 from mpu.random import model_parallel_cuda_manual_seed
 from tests.distributed import run_ranks
 from tests.megatron.helpers import records, train
@@ -161,3 +164,24 @@ def test_blocks_inside_the_engine_are_one_graph_each(stage: int, tp: int, more: 
 def test_split_positions_draw_their_dropout_without_a_graph_break() -> None:
     more = {"sequence_parallel": True, "attention_dropout": 0.1, "hidden_dropout": 0.1}
     assert [compiled[0] for compiled, _ in run_ranks(traced_steps, 2, 0, 2, more, timeout=300)] == [0, 0]
+
+
+def kept_by_a_layer(rank: int, world: int) -> list[int]:
+    """Elements of what the compiled forward of a layer returns: its output, and what the backward needs."""
+    layer = ColumnParallelLinear(8, 24, gather_output=False, sequence_parallel=True, tp=groups.build(world).tp)
+    found: list[list[int]] = []
+
+    def note(module: torch.fx.GraphModule, inputs: object) -> torch.fx.GraphModule:
+        found.append([node.meta["val"].numel() for node in module.graph.output_node().args[0]])
+        return module
+
+    backend = aot_autograd(fw_compiler=note, bw_compiler=lambda module, inputs: module,
+                           partition_fn=min_cut_rematerialization_partition)
+    x = torch.ones(2, 4, 8, requires_grad=True)
+    torch.compile(lambda x: layer(x.sin()), backend=backend)(x).sum().backward()
+    return found[0]
+
+
+def test_a_compiled_layer_keeps_its_own_positions_alone() -> None:
+    for kept in run_ranks(kept_by_a_layer, 2, timeout=120):
+        assert sorted(kept) == [2 * 4 * 8, 8 * 12, 2 * 8 * 12], "a gathered input has 2 x 8 x 8 elements"
