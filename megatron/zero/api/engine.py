@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import has_no_checkpoint
@@ -97,7 +97,7 @@ class Engine:
         self.lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
-        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self.run_id)
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
@@ -480,7 +480,8 @@ class Engine:
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.finish_step()
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
-        self._background_save.finish_earlier_saves(root)
+        on_rank_0(lambda: check_save_root_is_writable(root), self.groups.world)
+        self.finish_save()
         in_background &= not self.core.engine_storage.has_offloaded_state
         plan = plan_engine_save(
             self, root, name, client_state or {}, optimizer=save_optimizer_states, rng=save_rng_states,
