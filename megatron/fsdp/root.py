@@ -21,7 +21,7 @@ from typing import cast
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.manifest import Lineage
@@ -59,6 +59,7 @@ class FSDPRoot(PassCoordinator):
                          kept_for_backward=kept_for_backward, prefetches=True, max_in_flight=1, allows_unused=True,
                          current_step=lambda: self.steps + 1)
         self.units, self.dp, self.device, self.log, self.buffer_pool = list(units), dp, device, log, buffer_pool
+        self.module = units[0].module
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
@@ -89,10 +90,6 @@ class FSDPRoot(PassCoordinator):
         if self.loss_scaler.is_enabled:
             self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
         _ALL_ROOTS.add(self)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.units[0].module
 
     def remove_hooks(self) -> None:
         """A new root takes over the units."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
+from threading import Event
 from typing import final
 
 import torch
@@ -23,7 +23,7 @@ from torch.utils.weak import TensorWeakRef
 from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
-from megatron.zero.offload.storage import WEIGHT, DeviceShard, StateSegment, StoredShard
+from megatron.zero.offload.storage import WEIGHT, DeviceShard, StoredShard
 from megatron.zero.offload.swap_drive import SwapDrive
 from megatron.zero.partitioned_param import (ParamOwner, Placeholder, param_owner, replace_by_placeholder,
                                              set_param_data, set_param_owner)
@@ -32,19 +32,13 @@ from mpu.groups import Group
 from mpu.weight_init import Initializer, initializer_of
 
 
-@dataclass
-class InitContext:
-    """A `zero.Init` block; while it is open, all ranks build the same model."""
-
-    is_open: bool = False
-
-
 class DeferredParam(ParamOwner):
     """The owner of one parameter before there is an engine."""
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, is_building: Event) -> None:
+        """`is_building`: set while a `zero.Init` block is open, in which all ranks build the same model."""
         self._param_ref, self._shape, self._dtype, self.dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
-        self._init_context = init_context
+        self._is_building = is_building
 
     @property
     def _parameter(self) -> nn.Parameter:
@@ -54,7 +48,7 @@ class DeferredParam(ParamOwner):
 
     @property
     def allows_in_place_writes(self) -> bool:
-        return self._init_context.is_open
+        return self._is_building.is_set()
 
     def _take_ownership(self) -> None:
         self._become_placeholder()
@@ -126,9 +120,8 @@ def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device)
 
 @final
 class LazyInitParam(DeferredParam):
-    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group,
-                 init_context: InitContext = InitContext()) -> None:
-        super().__init__(parameter, parameter.dtype, dp, init_context)
+    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group, is_building: Event = Event()) -> None:
+        super().__init__(parameter, parameter.dtype, dp, is_building)
         self.source = source
         self._take_ownership()
 
@@ -144,7 +137,7 @@ class LazyInitParam(DeferredParam):
         if modifier_rank is None:
             self._become_placeholder()
         else:  # the values no longer follow from the source
-            InitShardedParam(self._parameter, self.dp, self._init_context, source_rank=modifier_rank)
+            InitShardedParam(self._parameter, self.dp, self._is_building, source_rank=modifier_rank)
 
 
 def lacks_values(parameter: nn.Parameter) -> bool:
@@ -190,42 +183,41 @@ class NvmeInitArena:
         self._current_shard: StoredShard | None = None
         self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
 
-    def store(self, values: Tensor) -> StateSegment:
-        """Append bytes to the current file. Each new file is twice as large."""
+    def store(self, values: Tensor) -> tuple[StoredShard, int]:
+        """Append bytes to the current file; returns it and where they begin. Each new file is twice as large."""
         nbytes = len(values)
         if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
             self._current_shard = self._storage.allocate_shard(str(self._shard_count),
                                                                max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
             self._used, self._size, self._shard_count = 0, min(2 * self._size, MAX_FILE_BYTES), self._shard_count + 1
-        stored = StateSegment(self._current_shard, WEIGHT, self._used, nbytes)
-        self._used += nbytes
-        stored.shard.write(WEIGHT, stored.start, values.cpu())
-        return stored
+        start, self._used = self._used, self._used + nbytes
+        self._current_shard.write(WEIGHT, start, values.cpu())
+        return self._current_shard, start
 
 
 @final
 class InitShardedParam(DeferredParam):
-    def __init__(self, parameter: nn.Parameter, dp: Group, init_context: InitContext, *,
+    def __init__(self, parameter: nn.Parameter, dp: Group, is_building: Event, *,
                  dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,
                  source_rank: int = 0) -> None:
         """`storage` of the shard: a device (None: the parameter's) or NVMe. The values of `source_rank` count."""
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        super().__init__(parameter, kind, dp, init_context)
+        super().__init__(parameter, kind, dp, is_building)
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
         self._storage = storage
-        self._stored = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank)))
+        self._shard, self._start = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank)))
         self._take_ownership()
 
-    def _store(self, own: Tensor) -> StateSegment:
+    def _store(self, own: Tensor) -> tuple[StoredShard, int]:
         """Store the bytes of this rank's shard."""
         data = own.view(torch.uint8)
         if isinstance(self._storage, NvmeInitArena):
             return self._storage.store(data)
-        return StateSegment(DeviceShard(data.to(self._storage)), WEIGHT, 0, len(data))
+        return DeviceShard(data.to(self._storage)), 0
 
     def _read(self) -> Tensor:
-        return self._stored.fetch().view(self._dtype)
+        return self._shard.fetch(WEIGHT, self._start, self._shard_numel * self._dtype.itemsize).view(self._dtype)
 
     def full_value(self, device: torch.device | None = None) -> Tensor:
         part = self._read().to(self._device)
@@ -239,11 +231,11 @@ class InitShardedParam(DeferredParam):
     def reshard_after_user(self, modifier_rank: int | None) -> None:
         if modifier_rank is not None:
             own = self._shard_of(self._broadcast_from(self._parameter.detach(), modifier_rank))
-            self._stored.shard.write(WEIGHT, self._stored.start, own.view(torch.uint8))
+            self._shard.write(WEIGHT, self._start, own.view(torch.uint8))
         self._become_placeholder()
 
     def _unshare_after_clone(self) -> None:
-        self._stored = self._store(self._read().clone())
+        self._shard, self._start = self._store(self._read().clone())
 
     def _broadcast_from(self, value: Tensor, source_rank: int) -> Tensor:
         value = value.to(self._device).contiguous()

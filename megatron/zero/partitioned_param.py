@@ -309,7 +309,8 @@ class InPlaceWriteGuard:
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], rank: int) -> None:
         self._layout, self._parameters, self._rank = layout, parameters, rank
-        self._lost_write: str | None = None  # a parameter written to while gathered; reported by `take_writes`
+        # A parameter that was written to while it was gathered, which a reshard loses; reported by `take_writes`.
+        self.lost_write: str | None = None
         self.accept_writes()
 
     def accept_writes(self) -> None:
@@ -320,18 +321,14 @@ class InPlaceWriteGuard:
     def take_writes(self) -> bool:
         """For parameters whose sharded data users may write to (FSDP): whether they wrote since the last call. Raises
         ConfigError for a write to gathered parameters, which the reshard has lost."""
-        if self._lost_write is not None:
-            name, self._lost_write = self._lost_write, None
+        if self.lost_write is not None:
+            name, self.lost_write = self.lost_write, None
             raise ConfigError(
                 f"{name} was written to while all of it was here, in a forward or between that and its backward, and "
                 "that is lost: change weights after the backward, or inside summon_full_params()")
         counts = self._versions
         self.accept_writes()
         return counts != self._versions
-
-    def record_lost_write(self) -> None:
-        """Before a reshard: record a write to the gathered parameters, which is about to be lost."""
-        self._lost_write = self._lost_write or self.first_written()
 
     def first_written(self) -> str | None:
         """The first parameter that was written to since `accept_writes`."""
@@ -381,8 +378,8 @@ class InPlaceWriteGuard:
                                master.split(ELEMENTS_PER_COMPARISON))):
                     continue
                 for segment in self._layout.segments(self._rank, chunk):
-                    start, stop = segment.shard_offset, segment.shard_offset + segment.count
-                    if _values_differ(param_shard[start:stop], master[start - chunk.start : stop - chunk.start]):
+                    start = segment.shard_offset - chunk.start
+                    if _values_differ(param_shard[segment.shard_range], master[start : start + segment.count]):
                         return segment.slot.name  # if none differs, it was padding
         return None
 

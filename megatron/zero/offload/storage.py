@@ -90,6 +90,13 @@ class StoredShard(ABC):
             with self.open(part, [kind]) as kept:
                 out[part.start + overlap.start - start : part.start + overlap.stop - start] = kept[kind][overlap]
 
+    def fetch(self, kind: str, start: int, count: int) -> Tensor:
+        """`count` elements from `start` on: a view if they are in memory, or a copy read from NVMe."""
+        if self.is_in_memory:
+            return self.view(kind)[start : start + count]
+        self.read(kind, start, copy := torch.empty(count, dtype=self.dtype))
+        return copy
+
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """Elements from `start` on <- values."""
         for part, overlap in self._overlapping_chunks(start, start + len(values)):
@@ -103,24 +110,6 @@ class StoredShard(ABC):
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 yield part, slice(low - part.start, high - part.start)
-
-
-@dataclass(frozen=True)
-class StateSegment:
-    """A segment of one kind of a shard."""
-
-    shard: StoredShard
-    kind: str
-    start: int
-    count: int
-
-    def fetch(self) -> Tensor:
-        """The elements: a view if they are in memory, or a copy read from NVMe."""
-        if self.shard.is_in_memory:
-            return self.shard.view(self.kind)[self.start : self.start + self.count]
-        copy = torch.empty(self.count, dtype=self.shard.dtype)
-        self.shard.read(self.kind, self.start, copy)
-        return copy
 
 
 class StorageBackend(ABC):
