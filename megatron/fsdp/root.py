@@ -37,7 +37,7 @@ from megatron.zero.flat_buffers import BufferPool
 from megatron.zero.hooks import register_unit_hooks
 from megatron.zero.partitioned_param import param_owner
 from megatron.zero.pass_coordinator import PassCoordinator
-from megatron.zero.units import Unit, UnitCall, attach_main_grad_writers, detach_main_grad_writers
+from megatron.zero.units import Unit, UnitCall, attach_main_grad_writers
 from mpu.collectives import all_reduce, all_reduce_into
 from mpu.device import HostScalars, on_accelerator, scalars_on_device
 from mpu.grads import norm_term
@@ -78,9 +78,9 @@ class FSDPRoot(PassCoordinator):
         self.lineage = Lineage()  # lineage of the checkpoint that the next one continues
         self._is_watched = False
         self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
-        self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
-        self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
-        self._forward_hook_ids = {unit: [handle.id for handle in self._handles if handle.hooks_dict_ref()
+        self.handles: list[RemovableHandle] = register_unit_hooks(units, self)
+        self.handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
+        self._forward_hook_ids = {unit: [handle.id for handle in self.handles if handle.hooks_dict_ref()
                                          is unit.module._forward_hooks] for unit in units}
         self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
         # in 16 bits an in-place sum would round differently from autograd and DistributedDataParallel
@@ -88,14 +88,8 @@ class FSDPRoot(PassCoordinator):
             attach_main_grad_writers(self.units)
         self._pending_comparison: HostScalars | None = None  # of the ranks' last backwards
         if self.loss_scaler.is_enabled:
-            self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
+            self.handles.append(scale_output_gradients(self.module, self._scale_for_backward))
         _ALL_ROOTS.add(self)
-
-    def remove_hooks(self) -> None:
-        """A new root takes over the units."""
-        for handle in self._handles:
-            handle.remove()
-        detach_main_grad_writers(self.units)
 
     def check_idle(self, what: str) -> None:
         self._abort_failed_backward()

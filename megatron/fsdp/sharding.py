@@ -39,7 +39,7 @@ from megatron.zero.offload.storage import DeviceStorage, EngineStorage, HostStor
 from megatron.zero.partitioned_param import clear_param_owner, full_shape, param_owner, set_param_data
 from megatron.zero.stages import stage_policy
 from megatron.zero.state import broadcast_buffers
-from megatron.zero.units import ROOT, Unit
+from megatron.zero.units import ROOT, Unit, detach_main_grad_writers
 from mpu import groups
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group, subgroup
@@ -206,7 +206,9 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     unit = Unit(0, ROOT, module, tuple(_create_buckets(own, settings, group, device, log, buffer_pool)))
     roots = dict.fromkeys(member.root for member in inner)
     for root in roots:
-        root.remove_hooks()
+        for handle in root.handles:
+            handle.remove()
+        detach_main_grad_writers(root.units)
     for number, (member, path) in enumerate(path_of.items(), 1):
         around = path_of[require_fsdp_state(member.root.module)]
         for bucket in member.unit.buckets:  # renamed for the larger model
@@ -225,12 +227,11 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
         member.root = state.root
     for change, dtype in ((map_module_inputs, settings.input_dtype), (map_module_outputs, settings.output_dtype)):
         if dtype is not None:
-            change(module, partial(map_tensors, change=partial(_cast_if_floating_point, dtype=dtype)))
+            def cast(tensor: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+            change(module, partial(map_tensors, change=cast))
     return state
-
-
-def _cast_if_floating_point(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, group: Group, device: torch.device,
