@@ -25,14 +25,14 @@ from torch import Tensor, nn
 
 from megatron.distributed.collective_log import NO_ENTRY, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.deferred_init import full_initial_value, init_chunk, init_sources
+from megatron.zero.deferred_init import LazyInitParam, full_initial_value, init_chunk
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
 from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWriteGuard, ParamOwner, full_shape,
-                                             replace_by_placeholder, set_param_data, set_param_owner)
+                                             param_owner, replace_by_placeholder, set_param_data, set_param_owner)
 from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
@@ -150,8 +150,8 @@ class FlatBucket(ParamOwner):
             or self.storage.location is not Location.DEVICE or not self.param_shard.is_on_device)
         self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
                                           if self.has_separate_masters else self.param_shard)
-        sources = init_sources(self.parameters)
-        if sources is not None:
+        sources = [owner.source for owner in map(param_owner, self.parameters) if isinstance(owner, LazyInitParam)]
+        if len(sources) == len(self.parameters):  # all are still to be drawn
             self._init_from_sources(sources)
         else:
             self._copy_initial_values()

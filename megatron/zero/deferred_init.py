@@ -140,22 +140,11 @@ class LazyInitParam(DeferredParam):
             InitShardedParam(self._parameter, self.dp, self._is_building, source_rank=modifier_rank)
 
 
-def lacks_values(parameter: nn.Parameter) -> bool:
-    """The parameter has no memory for its values: it has an initializer, or will get one (mpu/weight_init.py)."""
-    return parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes
-
-
 def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
     """Turn parameters with an initializer into placeholders."""
     for parameter in parameters:
         if (source := initializer_of(parameter)) is not None and param_owner(parameter) is None:
             LazyInitParam(parameter, source, dp)
-
-
-def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
-    """The initializers of the parameters, or None unless all are still to be drawn."""
-    sources = [owner.source for owner in map(param_owner, parameters) if isinstance(owner, LazyInitParam)]
-    return sources if len(sources) == len(parameters) else None
 
 
 def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources: Sequence[Initializer]) -> None:

@@ -31,7 +31,7 @@ from megatron.distributed.collective_log import assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
 from megatron.errors import ConfigError, TrainerError
-from megatron.zero.deferred_init import InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
+from megatron.zero.deferred_init import InitShardedParam, LazyInitParam, NvmeInitArena
 from megatron.zero.offload.swap_drive import SwapDrive, check_nvme_path
 from megatron.zero.partitioned_param import ParamOwner, param_owner
 from mpu import groups as mpu_groups
@@ -243,7 +243,8 @@ class Init:
             if param_owner(parameter) is not None or is_lazy(parameter):
                 continue
             source = initializer_of(parameter)
-            if not lacks_values(parameter):
+            # Without memory for its values it has an initializer, or will get one (mpu/weight_init.py).
+            if not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes:
                 self._freed_bytes += parameter.nbytes
                 InitShardedParam(parameter, self._dp, self._is_building, dtype=self._dtype, storage=self._storage)
                 if self._freed_bytes > TRIM_AFTER_BYTES:
