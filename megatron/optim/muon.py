@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ MIN_NORM = 1e-7
 NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@final
 @dataclass
 class Muon(UpdateRule):
     tile: int = MAX_TILE_NUMEL  # elements updated at a time: the size of temporaries

@@ -14,7 +14,6 @@ from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
 from threading import Event
-from typing import final
 
 import torch
 from torch import Tensor, nn
@@ -118,7 +117,6 @@ def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device)
 # ---- drawn by the engine ---------------------------------------------------------------------------------------------
 
 
-@final
 class LazyInitParam(DeferredParam):
     def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group, is_building: Event = Event()) -> None:
         super().__init__(parameter, parameter.dtype, dp, is_building)
@@ -164,7 +162,6 @@ IO_BYTES = 1 << 20  # bytes per read or write; there are three buffers of this s
 FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
 
 
-@final
 class NvmeInitArena:
     def __init__(self, drive: SwapDrive) -> None:
         self._storage = NvmeStorage(drive, "waiting", (),
@@ -184,7 +181,6 @@ class NvmeInitArena:
         return self._current_shard, start
 
 
-@final
 class InitShardedParam(DeferredParam):
     def __init__(self, parameter: nn.Parameter, dp: Group, is_building: Event, *,
                  dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,

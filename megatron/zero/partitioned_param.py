@@ -15,7 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast, final
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -395,7 +395,6 @@ def _values_differ(params: Tensor, master: Tensor) -> bool:
     return bool((params != wanted).logical_and(params.eq(params) | wanted.eq(wanted)).any())  # nan equals nan
 
 
-@final
 class GatheredParamsSession:
     def __init__(self, gathered_params: Tensor, layout: FlatLayout, rank: int, *, was_sharded: bool) -> None:
         """`rank` owns its shard of `gathered_params`. `was_sharded`: sharded before the session, and again after it."""

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import final
 
 import torch
 from torch import Tensor
@@ -27,7 +26,6 @@ PAGE_SIZE = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@final
 class DirectIoFile:
     def __init__(self, descriptor: int, size: int) -> None:
         """Take ownership of an empty file and reserve `size` bytes, so that a full disk is detected now."""

@@ -23,7 +23,6 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
 
 import torch
 from torch import Tensor
@@ -170,7 +169,6 @@ class EngineStorage:
         self.params.close()
 
 
-@final
 class DeviceShard(StoredShard):
     """Tensors on the device; `open` yields the tensors themselves."""
 
@@ -208,7 +206,6 @@ class DeviceStorage(StorageBackend):
             yield [shard.tensors for shard, _ in step if isinstance(shard, DeviceShard)]
 
 
-@final
 class HostShard(StoredShard):
     """A shard in host memory; `open` gives views. Reads wait for pending copies and updates first."""
 
@@ -304,7 +301,6 @@ class _DeviceChunkBuffers:
     copies_to_host: Sequence[CopyEvent] = ()
 
 
-@final
 class StreamingHostStorage(HostStorage):
     """Chunks are copied to the device, updated there and copied back."""
 

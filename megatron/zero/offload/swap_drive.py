@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Literal, final
+from typing import Literal
 from weakref import WeakSet
 
 from torch import Tensor, uint8
@@ -68,7 +68,6 @@ class IoThreads:
         self.threads = ThreadPoolExecutor(aio.intra_op_parallelism + aio.overlap_events, f"swap files: {name}")
 
 
-@final
 class SwapDrive:
     """The folder and the I/O threads for the swap files of one engine on one rank."""
 
@@ -161,7 +160,6 @@ class _SwapTile:
     reads: list[SwapRequest] = field(default_factory=list)
 
 
-@final
 class AsyncSwapFile:
     def __init__(self, drive: SwapDrive, name: str, sizes: Sequence[int]) -> None:
         """Create a file with one tile for each of `sizes` (bytes). Raises StorageError if the disk is full."""
