@@ -35,19 +35,15 @@ class DeferredParam(ParamOwner):
     """The owner of one parameter before there is an engine."""
 
     def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, is_building: Event) -> None:
-        """`is_building`: set while a `zero.Init` block is open, in which all ranks build the same model."""
+        """`is_building`: of a `zero.Init` block, in which all ranks build the same model; set while it is open."""
         self._param_ref, self._shape, self._dtype, self.dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
-        self._is_building = is_building
+        self.is_building = is_building
 
     @property
     def _parameter(self) -> nn.Parameter:
         parameter = self._param_ref()
         assert isinstance(parameter, nn.Parameter), "it has gone, and its owner should have gone with it"
         return parameter
-
-    @property
-    def allows_in_place_writes(self) -> bool:
-        return self._is_building.is_set()
 
     def _take_ownership(self) -> None:
         self._become_placeholder()
@@ -135,7 +131,7 @@ class LazyInitParam(DeferredParam):
         if modifier_rank is None:
             self._become_placeholder()
         else:  # the values no longer follow from the source
-            InitShardedParam(self._parameter, self.dp, self._is_building, source_rank=modifier_rank)
+            InitShardedParam(self._parameter, self.dp, self.is_building, source_rank=modifier_rank)
 
 
 def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:

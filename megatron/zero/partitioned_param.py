@@ -15,6 +15,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
+from threading import Event
 from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
@@ -42,10 +43,8 @@ class ParamOwner(ABC):
 
     params_are_sharded = True  # the parameters are gathered only while they are used (stage 3)
 
-    @property
-    def allows_in_place_writes(self) -> bool:
-        """The model is being built: in-place operations gather the parameter and run on the full values."""
-        return False
+    # Set while the model is being built: in-place operations gather the parameter and run on the full values.
+    is_building: Event = Event()
 
     @abstractmethod
     def full_shape(self, parameter: nn.Parameter) -> torch.Size: ...
@@ -177,7 +176,7 @@ class Placeholder(nn.Parameter):
         if func in CONVERSION_OPS and used is not None and used is args[0]:
             return _convert(used, func, args, given)
         owner = None if used is None else param_owner(used)
-        if owner is not None and owner.allows_in_place_writes:
+        if owner is not None and owner.is_building.is_set():
             if func == _GET_DATA:
                 return used  # in-place writes to `p.data` run on the parameter
             name = op_name(func)
@@ -198,7 +197,7 @@ class Placeholder(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = param_owner(self)
-        if owner is None or not owner.allows_in_place_writes:
+        if owner is None or not owner.is_building.is_set():
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refused
         if id(self) not in memo:
             memo[id(self)] = cast(Any, owner).clone()  # a DeferredParam, since no engine owns the parameter

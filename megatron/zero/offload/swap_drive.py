@@ -55,10 +55,6 @@ class AioSettings:
     # One more thread, so that a block is checksummed while the disk works on another.
     overlap_events: bool = True
 
-    @property
-    def bytes_per_call(self) -> int:
-        return round_up_to_page(self.block_size * (1 if self.single_submit else self.queue_depth))
-
 
 class IoThreads:
     """Threads that read, or write, all files of a drive; at most `slots` of them are in a system call."""
@@ -165,7 +161,8 @@ class AsyncSwapFile:
         """Create a file with one tile for each of `sizes` (bytes). Raises StorageError if the disk is full."""
         self.description = f"swap file {name} in {drive.path}"
         self.read_bytes = self.written_bytes = 0  # requested so far, without padding
-        self._drive, self._block_bytes = drive, drive.aio.bytes_per_call
+        self._drive, aio = drive, drive.aio
+        self._block_bytes = round_up_to_page(aio.block_size * (1 if aio.single_submit else aio.queue_depth))
         offsets = [0, *accumulate(map(round_up_to_page, sizes))]
         self._tiles = [_SwapTile(number, offset, size) for number, (offset, size) in enumerate(zip(offsets, sizes))]
         self._failed_writes: list[tuple[_SwapTile, SwapRequest]] = []
