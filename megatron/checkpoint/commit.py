@@ -25,7 +25,6 @@ from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import final
 
 from data.storage import LockFile, LockResult, StorageFault, fsync_directory, staged_file, try_lock, unlock_on_exit
 from megatron.checkpoint.manifest import (LATEST, MANIFEST, CommitRecord, check_safe_name, iteration_of_tag,
@@ -109,7 +108,6 @@ def discard_folder(folder: Path) -> None:
     DELETER.delete(trash)
 
 
-@final
 class BackgroundDeleter:
     """Deletes folders in threads. A save waits for them only if it needs their space, a successful program at its end.
     """

@@ -32,9 +32,10 @@ from megatron.errors import CheckpointError
 FORMAT = 5
 MANIFEST = "manifest.json"
 LATEST = "latest"
-CONFIG_FILE = "config.json"
 SHARED_STATE_FILE = "shared.json"
-RANK_0_FILES = (SHARED_STATE_FILE, CONFIG_FILE)  # files that rank 0 writes in addition to its own
+# Files that rank 0 has in addition to its own. Older tags hold a copy of the manifest's configuration, which nothing
+# reads.
+RANK_0_FILES = (SHARED_STATE_FILE, "config.json")
 _END_PATTERN = re.compile(rb'"commit":([0-9]{1,18}),"saved_at":[0-9]{1,18},"crc32":"([0-9a-f]{8})"}\n\Z')
 _END_BYTES = 250  # bytes read from the end of a manifest
 _SAFE_NAME = re.compile(r"[A-Za-z0-9_-][A-Za-z0-9._-]{0,199}")

@@ -8,8 +8,8 @@ from collections.abc import Mapping
 from pathlib import Path
 
 from data.storage import crc32_file
-from megatron.checkpoint.file_formats import TensorLocation, explain_read_errors, parse_json, read_bytes, read_header
-from megatron.checkpoint.manifest import (CONFIG_FILE, MANIFEST, SHARED_STATE_FILE, FileEntry, Manifest,
+from megatron.checkpoint.file_formats import TensorLocation, explain_read_errors, read_header
+from megatron.checkpoint.manifest import (MANIFEST, RANK_0_FILES, SHARED_STATE_FILE, FileEntry, Manifest,
                                           check_provenance, rank_manifest_name, rank_of_file, read_rank_manifest,
                                           read_shared_state)
 from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_tag_manifest, tag_folder
@@ -61,11 +61,7 @@ def _verify_file(path: Path, entry: FileEntry, manifest: Manifest, rank: int) ->
         if path.name == SHARED_STATE_FILE:
             read_shared_state(path.parent, manifest, where)
             return {}
-        if path.name == CONFIG_FILE:
-            # It states no provenance. The manifest's digest covers what it must say.
-            if parse_json(read_bytes(path, where), where) != manifest.config:
-                raise CheckpointError(
-                    f"{where}: is of another checkpoint: not the configuration that the manifest has")
+        if path.name in RANK_0_FILES:
             return {}
         with open(path, "rb") as file:
             tensors, metadata = read_header(file, where)

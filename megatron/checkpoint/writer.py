@@ -23,22 +23,22 @@ import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import ExitStack, suppress
+from contextlib import ExitStack
 from dataclasses import asdict, dataclass, field, replace
 from functools import partial
 from math import prod
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
 from data.storage import crc32
-from megatron.checkpoint.commit import (STAGING_PREFIX, TRASH_PREFIX, Keep, check_save_root_is_writable, commit_tag,
-                                        delete_old_tags, exclusive_access, explain_disk_errors, open_staging_folder)
+from megatron.checkpoint.commit import (STAGING_PREFIX, TRASH_PREFIX, Keep, commit_tag, delete_old_tags,
+                                        exclusive_access, explain_disk_errors, open_staging_folder)
 from megatron.checkpoint.file_formats import seal_record
 from megatron.checkpoint.json_state import encode_state
-from megatron.checkpoint.manifest import (CONFIG_FILE, FORMAT, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage,
-                                          Manifest, TensorEntry, lineage_to_json, provenance_of, rank_manifest_name,
+from megatron.checkpoint.manifest import (FORMAT, MANIFEST, SHARED_STATE_FILE, FileEntry, Lineage, Manifest,
+                                          TensorEntry, lineage_to_json, provenance_of, rank_manifest_name,
                                           read_manifest_end)
 from megatron.checkpoint.reshard import DPSharding, TPSlice
 from megatron.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileTensor, file_parts, split_files, write_file
@@ -46,7 +46,7 @@ from megatron.checkpoint.tags import (format_file_names, link_target_outside, pr
                                       unknown_files)
 from megatron.distributed import exit_codes
 from megatron.distributed.consistency import all_succeed_or_raise, explain_out_of_memory, on_rank_0, sum_over_ranks
-from megatron.errors import CheckpointError, ConfigError, NumericsError, PeerError, StorageError, TrainerError
+from megatron.errors import CheckpointError, ConfigError, NumericsError, StorageError
 from mpu.groups import Group
 
 COPY_ALIGNMENT = 64  # alignment in bytes of each tensor in a host copy: one cache line
@@ -192,9 +192,7 @@ def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: M
     if plan.place == 0:
         plan.rank_manifest["lineage"] = lineage_to_json(manifest)  # a copy, in case the manifest is damaged
         shared = {"origin": origin, "state": encode_state(shared_state, "shared", plan.tensors)}
-        config = encode_state(manifest.config, "config", plan.tensors)
-        for name, value in ((SHARED_STATE_FILE, shared), (CONFIG_FILE, config)):
-            plan.texts[name] = json.dumps(value, indent=1).encode() + b"\n"
+        plan.texts[SHARED_STATE_FILE] = json.dumps(shared, indent=1).encode() + b"\n"
     for source in sources:
         if (piece := manifest.piece_of_rank(source.entry, plan.place)) is not None:
             key, offset, count = piece
@@ -269,19 +267,18 @@ def _replacement_note(root: Path, tag: str) -> str:
 # ---- in the background ----------------------------------------------------------------------------------------------
 
 class AsyncSaver:
-    """Runs at most one save at a time. Every rank of `world` makes the same calls in the same order. An error on one
-    rank is raised on all ranks at the next `poll`."""
+    """Runs at most one save at a time in a process. Every rank of `world` makes the same calls in the same order. An
+    error on one rank is raised on all ranks at the next `poll`."""
 
-    def __init__(self, world: Group, before_collective: Callable[[str], None] = lambda where: None,
-                 owner: str = "") -> None:
-        """`before_collective` is called with a description before ranks communicate. `owner` identifies the engine
-        whose saves these are, equal on all ranks: its first run id, since a resumed engine takes over another one."""
-        self.world, self.owner, self._before_collective, self._pid = world, owner, before_collective, os.getpid()
+    pending: ClassVar[AsyncSaver | None] = None  # the one of this process whose save is in progress
+
+    def __init__(self, world: Group, before_collective: Callable[[str], None] = lambda where: None) -> None:
+        """`before_collective` is called with a description before ranks communicate."""
+        self.world, self._before_collective, self._pid = world, before_collective, os.getpid()
         self.plan: SavePlan | None = None  # the save in progress: None on all ranks or on none
         self._phase: Callable[[SavePlan], int] = write  # the one that runs
         self._job: Future[int] = Future()
         self._name = ""  # name of the last save, for messages
-        self._deferred_error: TrainerError | None = None
         self._copies = torch.empty(0, dtype=torch.uint8)
 
     def copy_tensors(self, device: torch.device, items: list[FileTensor]) -> list[FileTensor]:
@@ -302,34 +299,6 @@ class AsyncSaver:
             torch.cuda.current_stream().synchronize()  # the copies (each `load` has waited for its finiteness)
         return copies
 
-    def finish_earlier_saves(self, root: Path) -> None:
-        """Check that `root` can be written, then complete this saver's pending save, and those into `root` of other
-        engines of this process whose ranks and process group are the same. Collective."""
-        def owners_of_saves() -> list[str]:
-            check_save_root_is_writable(root)
-            owners = []
-            for saver in _PENDING_SAVES:
-                with suppress(OSError):  # a folder is missing
-                    if saver.plan is not None and os.path.samefile(saver.plan.root, root):
-                        owners.append(saver.owner)
-            return owners
-
-        def identity(group: Group) -> tuple[object, ...]:
-            return group, group.name, group.control_name  # a recreated group with the same ranks has other names
-
-        owners = on_rank_0(owners_of_saves, self.world)
-        self.wait_for_save()
-        savers = {saver.owner: saver for saver in _PENDING_SAVES if saver._pid == os.getpid()
-                  and identity(saver.world) == identity(self.world) and not self.world.is_destroyed}
-        for saver in (savers[owner] for owner in owners if owner in savers):
-            try:
-                saver.wait_for_save()
-            except PeerError:
-                raise
-            except TrainerError as error:  # of another engine's save: deferred to that saver's next call, or to exit
-                saver._deferred_error = error
-                atexit.register(saver._finish_at_exit)
-
     def start(self, plan: SavePlan, phase: Callable[[SavePlan], int] = write) -> None:
         """Run the phase in a thread; `_advance` starts the next."""
         job = Future[int]()
@@ -346,8 +315,7 @@ class AsyncSaver:
         except RuntimeError:  # no new threads during interpreter shutdown
             work()
         self.plan, self._phase, self._job = plan, phase, job
-        self._name = f"{plan.manifest.tag} of {plan.root}"
-        _PENDING_SAVES.append(self)
+        self._name, AsyncSaver.pending = f"{plan.manifest.tag} of {plan.root}", self
         atexit.register(self._finish_at_exit)  # registered after the process group's callback, and so called before it
 
     @property
@@ -362,22 +330,17 @@ class AsyncSaver:
     def poll(self, progress: Sequence[float]) -> None:
         """Advance the save if all ranks' jobs are done or one has failed; otherwise return at once. `progress` is the
         sum over the ranks at an earlier time; a save that has advanced since is handled."""
-        is_ready = self.plan is not None and progress and (progress[0] or progress[1] == self.world.size)
-        if self._deferred_error is not None or is_ready:
+        if self.plan is not None and progress and (progress[0] or progress[1] == self.world.size):
             self._advance()
 
     def wait_for_save(self) -> None:
-        """Return when no save is under way. Collective."""
-        while self._deferred_error is not None or self.plan is not None:
-            self._advance()
+        """Return when no save of this process is under way, also of another engine. Collective."""
+        while AsyncSaver.pending is not None:
+            AsyncSaver.pending._advance()
 
     def _advance(self) -> None:
         """Wait for this rank's phase, agree with the other ranks, then start the next phase or end the save.
         Collective."""
-        if self._deferred_error is not None:
-            error, self._deferred_error = self._deferred_error, None
-            atexit.unregister(self._finish_at_exit)
-            raise error
         self._before_collective("a save in the background")
         plan = self._take_plan()  # an error below leaves no save pending
         report = finish_phase(plan, self._job.result)
@@ -389,8 +352,7 @@ class AsyncSaver:
     def _take_plan(self) -> SavePlan:
         """The plan of the pending save, which is pending no more."""
         assert self.plan is not None
-        plan, self.plan = self.plan, None
-        _PENDING_SAVES.remove(self)
+        plan, self.plan, AsyncSaver.pending = self.plan, None, None
         atexit.unregister(self._finish_at_exit)
         return plan
 
@@ -420,6 +382,3 @@ class AsyncSaver:
             failure = exit_codes.exit_reason_of(error)
             exit_codes.exit_with_error(f"{self._name}, which was being written in the background, is not complete: "
                                        f"{failure.text}", failure.code)
-
-
-_PENDING_SAVES: list[AsyncSaver] = []  # pending saves of this process

@@ -21,7 +21,7 @@ from typing import cast
 from weakref import WeakSet
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils.hooks import RemovableHandle
 
 from megatron.checkpoint.manifest import Lineage
@@ -37,7 +37,7 @@ from megatron.zero.flat_buffers import BufferPool
 from megatron.zero.hooks import register_unit_hooks
 from megatron.zero.partitioned_param import param_owner
 from megatron.zero.pass_coordinator import PassCoordinator
-from megatron.zero.units import Unit, UnitCall, attach_main_grad_writers, detach_main_grad_writers
+from megatron.zero.units import Unit, UnitCall, attach_main_grad_writers
 from mpu.collectives import all_reduce, all_reduce_into
 from mpu.device import HostScalars, on_accelerator, scalars_on_device
 from mpu.grads import norm_term
@@ -59,6 +59,7 @@ class FSDPRoot(PassCoordinator):
                          kept_for_backward=kept_for_backward, prefetches=True, max_in_flight=1, allows_unused=True,
                          current_step=lambda: self.steps + 1)
         self.units, self.dp, self.device, self.log, self.buffer_pool = list(units), dp, device, log, buffer_pool
+        self.module = units[0].module
         self.groups = Groups(dp, dp=dp)
         self.buckets = [bucket for unit in units for bucket in unit.buckets]
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
@@ -77,9 +78,9 @@ class FSDPRoot(PassCoordinator):
         self.lineage = Lineage()  # lineage of the checkpoint that the next one continues
         self._is_watched = False
         self.loss_scaler = FSDPLossScaler(any(bucket.param_shard.dtype == torch.float16 for bucket in self.trained))
-        self._handles: list[RemovableHandle] = register_unit_hooks(units, self)
-        self._handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
-        self._forward_hook_ids = {unit: [handle.id for handle in self._handles if handle.hooks_dict_ref()
+        self.handles: list[RemovableHandle] = register_unit_hooks(units, self)
+        self.handles += [on_forward_end(unit.module, partial(self._after_any_forward, unit)) for unit in units]
+        self._forward_hook_ids = {unit: [handle.id for handle in self.handles if handle.hooks_dict_ref()
                                          is unit.module._forward_hooks] for unit in units}
         self._known_params = {id(parameter): parameter for parameter in self.module.parameters()}
         # in 16 bits an in-place sum would round differently from autograd and DistributedDataParallel
@@ -87,18 +88,8 @@ class FSDPRoot(PassCoordinator):
             attach_main_grad_writers(self.units)
         self._pending_comparison: HostScalars | None = None  # of the ranks' last backwards
         if self.loss_scaler.is_enabled:
-            self._handles.append(scale_output_gradients(self.module, self._scale_for_backward))
+            self.handles.append(scale_output_gradients(self.module, self._scale_for_backward))
         _ALL_ROOTS.add(self)
-
-    @property
-    def module(self) -> nn.Module:
-        return self.units[0].module
-
-    def remove_hooks(self) -> None:
-        """A new root takes over the units."""
-        for handle in self._handles:
-            handle.remove()
-        detach_main_grad_writers(self.units)
 
     def check_idle(self, what: str) -> None:
         self._abort_failed_backward()

@@ -38,11 +38,11 @@ from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
 from megatron.zero.offload.storage import DeviceStorage, EngineStorage, HostStorage
 from megatron.zero.partitioned_param import clear_param_owner, full_shape, param_owner, set_param_data
 from megatron.zero.stages import stage_policy
-from megatron.zero.state import broadcast_module_buffers
-from megatron.zero.units import ROOT, Unit
+from megatron.zero.state import broadcast_buffers
+from megatron.zero.units import ROOT, Unit, detach_main_grad_writers
 from mpu import groups
 from mpu.device import on_accelerator
-from mpu.groups import SOLO, Group, Groups, subgroup
+from mpu.groups import SOLO, Group, subgroup
 
 CHECKSUM_CHUNK = 1 << 22  # bytes that are summed at a time
 _STATE_ATTRIBUTE = "_megatron_fsdp_state"
@@ -202,11 +202,13 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     log, buffer_pool = CollectiveLog(reductions_in_order=on_accelerator(device)), BufferPool()
     own_dtypes = [*_move_buffers(module, inner, settings, device)]
     if settings.sync_module_states:
-        broadcast_module_buffers(module, Groups(group, dp=group))
+        broadcast_buffers(module.buffers(), group)
     unit = Unit(0, ROOT, module, tuple(_create_buckets(own, settings, group, device, log, buffer_pool)))
     roots = dict.fromkeys(member.root for member in inner)
     for root in roots:
-        root.remove_hooks()
+        for handle in root.handles:
+            handle.remove()
+        detach_main_grad_writers(root.units)
     for number, (member, path) in enumerate(path_of.items(), 1):
         around = path_of[require_fsdp_state(member.root.module)]
         for bucket in member.unit.buckets:  # renamed for the larger model
@@ -225,12 +227,11 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
         member.root = state.root
     for change, dtype in ((map_module_inputs, settings.input_dtype), (map_module_outputs, settings.output_dtype)):
         if dtype is not None:
-            change(module, partial(map_tensors, change=partial(_cast_if_floating_point, dtype=dtype)))
+            def cast(tensor: Tensor, dtype: torch.dtype = dtype) -> Tensor:
+                return tensor.to(dtype) if tensor.is_floating_point() else tensor
+
+            change(module, partial(map_tensors, change=cast))
     return state
-
-
-def _cast_if_floating_point(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    return tensor.to(dtype) if tensor.is_floating_point() else tensor
 
 
 def _create_buckets(own: dict[str, nn.Parameter], settings: ShardingSettings, group: Group, device: torch.device,

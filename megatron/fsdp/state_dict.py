@@ -22,6 +22,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions
 from torch.optim import Optimizer
 
+from megatron.checkpoint.json_state import decode_state, encode_state
+from megatron.checkpoint.safetensors_io import DTYPE_NAMES, DTYPES, FileTensor
 from megatron.distributed.collective_log import assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise, assert_equal_across_ranks
 from megatron.errors import ConfigError
@@ -32,6 +34,7 @@ from megatron.fsdp.sharding import byte_checksum, require_fsdp_state, sharded_mo
 from megatron.zero.api.checkpoint_io import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import set_param_data
+from megatron.zero.state import broadcast_buffers, persistent_buffers
 from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group
 
@@ -163,47 +166,32 @@ def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = 
         store_masters(bucket, whole)
     for root in _roots(module):
         root.apply_master_edits()
-    buffers = {f"{path}.{name}": buffer for path, child in module.named_modules()
-               for name, buffer in child._buffers.items()
-               if buffer is not None and name not in child._non_persistent_buffers_set}
-    broadcast_nested(buffers, group, device, lambda path, full: buffers[path[0]].copy_(full))
-    extra = broadcast_nested({name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}, group,
-                             device, lambda path, full: full)
+    broadcast_buffers(persistent_buffers(module).values(), group)
+    extra = broadcast_state({name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}, group,
+                            device, lambda path, full: full)
     for path, child in module.named_modules() if group.rank else ():
         if (name := f"{path}.{_EXTRA_STATE}".removeprefix(".")) in extra and unwrap(child) is child:
             child.set_extra_state(extra[name])
 
 
-def broadcast_nested(value: Any, group: Group, device: torch.device, keep: Callable[[tuple[Any, ...], Tensor], Any],
-                     ) -> Any:
+def broadcast_state(value: Any, group: Group, device: torch.device, keep: Callable[[str, Tensor], Any]) -> Any:
     """Rank 0's nested dicts, lists and tuples of numbers, strings and tensors, on every rank. `keep(path, tensor)` says
     what stays of each full tensor, which is on the device; one is there at a time. Collective."""
-    def encode(node: Any) -> Any:
-        if isinstance(node, Tensor):
-            return {"tensor": [str(node.dtype).removeprefix("torch."), list(node.shape)]}
-        if isinstance(node, dict):
-            return {"dict": [[key, encode(inner)] for key, inner in node.items()]}
-        if isinstance(node, list | tuple):
-            return {"tuple" if isinstance(node, tuple) else "list": [encode(inner) for inner in node]}
-        return node
+    tensors: list[FileTensor] = []
+    code = encode_state(value if group.rank == 0 else None, "", tensors)
+    own = {one.key: one for one in tensors}
+    code, kinds = broadcast_json(
+        [code, {one.key: [DTYPE_NAMES[one.dtype], one.shape] for one in tensors}], group)
 
-    def receive(code: Any, own: Any, path: tuple[Any, ...]) -> Any:
-        if not isinstance(code, dict):
-            return code
-        (kind, content), = code.items()
-        if kind == "dict":
-            return {key: receive(inner, own[key] if own else None, (*path, key)) for key, inner in content}
-        if kind == "tensor":
-            full = torch.empty(content[1], dtype=getattr(torch, content[0]), device=device)
-            if group.rank == 0:
-                full.copy_(own)
-            broadcast_into(full.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
-            return keep(path, full)
-        items = [receive(inner, own[index] if own else None, (*path, index)) for index, inner in enumerate(content)]
-        return tuple(items) if kind == "tuple" else items
+    def receive(path: str) -> Any:
+        dtype, shape = kinds[path]
+        full = torch.empty(shape, dtype=DTYPES[dtype], device=device)
+        if group.rank == 0:
+            full.copy_(own[path].load())
+        broadcast_into(full.view(-1).view(torch.uint8), 0, group).wait()  # bytes: works for every dtype
+        return keep(path, full)
 
-    own = value if group.rank == 0 else None
-    return receive(broadcast_json(encode(own), group), own, ())
+    return decode_state(code, receive)
 
 
 # ---- the state of an optimizer --------------------------------------------------------------------------------------
@@ -387,15 +375,15 @@ def _broadcast_from_rank0(model: nn.Module, states: Mapping[str, OptimState], gr
     parameters = dict(model.named_parameters())
     split = broadcast_json(sorted(infer_sharded_kinds(states.values())), root.dp)
 
-    def keep(path: tuple[Any, ...], full: Tensor) -> Any:
-        if path[0] == 1 or path[2] not in split:  # of a param group, or one number for the whole parameter
+    def keep(path: str, full: Tensor) -> Any:
+        _, name, kind, *_ = path.split("/")
+        if kind not in split:  # one number for the whole parameter
             return full.cpu()
-        _, name, kind = path
         return shard_full_state(parameters.get(name), {kind: full}, split)[kind]
 
     plain = [{**one, "params": group["params"]} for one, group in zip(hyper_parameters(groups), groups, strict=True)]
-    local_states, local_groups = broadcast_nested((states, plain), root.dp, root.device, keep)
-    return local_states, local_groups
+    return (broadcast_state(dict(states), root.dp, root.device, keep),
+            broadcast_state(plain, root.dp, root.device, lambda path, full: full.cpu()))
 
 
 def get_state_dict(model: nn.Module, optimizers: Optimizers, *, options: Options = None,

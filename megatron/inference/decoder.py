@@ -14,7 +14,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from functools import partial
 from itertools import accumulate, chain
-from typing import Any, cast, final
+from typing import Any, cast
 
 import torch
 import torch.nn.functional as F
@@ -30,7 +30,6 @@ DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
 MIN_GRAPH_POSITIONS = 128
 
 
-@final
 class CudaGraphRunner:
     """CUDA graphs that share a memory pool: one runs at a time, and its result is used before the next one runs."""
 
@@ -78,7 +77,6 @@ def next_power_of_two(number: int) -> int:
 AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
-@final
 class Decoder:
     """The rows in use are the first ones, so that a step works on slices."""
 

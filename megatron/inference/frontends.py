@@ -14,7 +14,7 @@ from collections import deque
 from contextlib import nullcontext
 from datetime import timedelta
 from itertools import starmap
-from typing import IO, final
+from typing import IO
 
 from data.storage import escape_to_one_line
 from megatron.config.tree import require
@@ -84,7 +84,6 @@ def write_answers(loaded: LoadedModel, groups: Groups, config: GenerationConfig,
     return f"{count} tokens in {seconds:.1f} s, {count / seconds if seconds else 0.0:.1f} a second"
 
 
-@final
 class AnswerWriter:
     """Writes answers in order: a JSON line each, or plain text behind its prompt with a separator between answers."""
 

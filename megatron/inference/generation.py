@@ -18,7 +18,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import accumulate, islice, takewhile
 from random import Random
-from typing import TYPE_CHECKING, Literal, NamedTuple, final
+from typing import TYPE_CHECKING, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -90,7 +90,6 @@ DECODE_WINDOW = 16  # tokens that are decoded again with those that follow them
 UNSTABLE_CHARACTERS = 4
 
 
-@final
 @dataclass(eq=False)
 class Detokenizer:
     """The text of a growing list of tokens. Each token is decoded with its neighbours only, so the work is linear: a
@@ -174,7 +173,6 @@ PREFILL_TOKENS = 8192  # prompt tokens of one prefill
 LOGITS_CHUNK_BYTES = 64 << 20  # logits of a chunk of positions that are scored
 
 
-@final
 class Generator:
     def __init__(self, decoder: Decoder | EngineDecoder, *, vocabulary: int, eod: int | None,
                  sliding_window: bool = False, decode: DecodeFn | None = None) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Callable, Mapping, Sequence
 from contextlib import suppress
 from itertools import accumulate
 from math import prod
-from typing import Any, final
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -69,7 +69,6 @@ def activation_dtype(device: torch.device) -> torch.dtype:
     return torch.bfloat16 if has else torch.float32
 
 
-@final
 class Int8(Tensor):
     levels: Tensor  # [rows, columns] int8, contiguous, aligned to SIMD_WIDTH bytes
     scale: Tensor  # [rows], in the dtype of the activations, which is also this tensor's `dtype`

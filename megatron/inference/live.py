@@ -11,7 +11,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import final
 
 import torch
 from torch import Tensor
@@ -65,7 +64,6 @@ def _evaluation_model(engine: Engine) -> Iterator[GPT2]:
         engine.train(training)
 
 
-@final
 class EngineDecoder:
     """A decoder without a KV cache: every token runs the engine's forward over the whole text."""
 

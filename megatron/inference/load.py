@@ -13,7 +13,7 @@ from dataclasses import asdict, dataclass, replace
 from functools import cache, partial
 from math import gcd
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -41,15 +41,13 @@ from megatron.model.gpt2 import GPT2, count_parameters
 from megatron.zero.layout import Segment, Slot
 from megatron.zero.moq import (MatrixRounding, QuantGroupStats, QuantizedMatrix, block_of, noise_key, row_blocks_of,
                                saved_bit_progress)
+from megatron.zero.offload.storage import HOST, WEIGHT
 from megatron.zero.tiling import tile_linears
 from mpu import groups as mpu_groups
 from mpu.collectives import all_reduce_into, broadcast_into
 from mpu.groups import SOLO, Group, Groups
 from mpu.partition import partition_of
 from mpu.split import Partition
-
-WEIGHT = "weight"
-_HOST = torch.device("cpu")
 
 
 def open_moq_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MoQWeights | None:
@@ -62,7 +60,6 @@ def open_moq_weights(checkpoint: Checkpoint, dtype: torch.dtype) -> MoQWeights |
     return MoQWeights(checkpoint, config, engine["quantisation"], dtype)
 
 
-@final
 class MoQWeights:
     """Reads a checkpoint as the quantized forward of its last step saw it."""
 
@@ -101,7 +98,7 @@ class MoQWeights:
 
     def _matrix(self, name: str, shape: tuple[int, ...], partition: Partition | None, tp: Group) -> QuantizedMatrix:
         slot = Slot(name, shape, partition=partition)
-        return QuantizedMatrix.of(slot, self._config.quantize_groups, 0, tp, _HOST, is_table=True)
+        return QuantizedMatrix.of(slot, self._config.quantize_groups, 0, tp, HOST, is_table=True)
 
     def _compute_rounding(self, name: str) -> MatrixRounding:
         """The quantization grid of the full matrix, which is read a block of rows at a time."""
@@ -115,7 +112,7 @@ class MoQWeights:
                 self._checkpoint.read_slice(WEIGHT, name, TPSlice(matrix.slot.shape), strip.start, flat)
                 yield flat.view(strip.rows, strip.width).to(self._dtype).float(), strip.group, matrix
 
-        survey = QuantGroupStats({name: matrix}, read_strips, lambda mine, op: mine, _HOST)
+        survey = QuantGroupStats({name: matrix}, read_strips, lambda mine, op: mine, HOST)
         grid = survey.make_grids({name: now.bits}, symmetric=self._config.quantize_type == "symmetric")[name]
         draws = self._config.quantize_rounding == "stochastic"
         return MatrixRounding(grid, self._schedule.blend(now, self._counter),

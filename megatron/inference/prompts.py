@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import suppress
 from pathlib import Path
 from types import FrameType
-from typing import NamedTuple, TextIO, final
+from typing import NamedTuple, TextIO
 
 from data.compressed import open_decompressed, read_errors_for, strip_compression_suffix
 from data.storage import DataError, escape_to_one_line
@@ -33,7 +33,6 @@ class Prompt(NamedTuple):
     location: str  # file and line, for messages
 
 
-@final
 class PromptSource:
     """Prompts that are known before the first is answered, or a stream: the lines of another program, which may wait
     for each answer. A thread reads those."""
@@ -144,7 +143,6 @@ EXIT_HINT = "Ctrl-D or `stop` leaves"
 HISTORY_LINES = 1000
 
 
-@final
 class Terminal:
     """`interrupted` is set by Ctrl-C, except while a line is read."""
 

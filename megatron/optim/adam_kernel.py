@@ -107,7 +107,9 @@ class SegmentTable:
 
     def refresh(self, segments: Sequence[UpdateSegment]) -> bool:
         """Point the tables at these segments; False if they are not aligned."""
-        rows = [[*_addresses(segment), len(segment.master)] for segment in segments]
+        rows = [[*(0 if tensor is None else tensor.data_ptr() for tensor in (
+            segment.master, segment.grad, segment.states["exp_avg"], segment.states["exp_avg_sq"], segment.lp_out)),
+            len(segment.master)] for segment in segments]
         if rows == self._current_rows:
             return True
         if any(number % _ALIGNED for row in rows for number in row):
@@ -119,11 +121,6 @@ class SegmentTable:
         self.rows = _to(device, torch.tensor([[*row, first] for row, first in zip(rows, firsts, strict=True)]))
         self._current_rows, self._blocks_per_row = rows, blocks
         return True
-
-
-def _addresses(segment: UpdateSegment) -> list[int]:
-    tensors = (segment.master, segment.grad, segment.states["exp_avg"], segment.states["exp_avg_sq"], segment.lp_out)
-    return [0 if tensor is None else tensor.data_ptr() for tensor in tensors]
 
 
 def _to(device: torch.device, numbers: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -31,7 +31,6 @@ MIN_NORM = 1e-7
 NEWTON_SCHULZ_DTYPES = {"bfloat16": torch.bfloat16, "float32": torch.float32}
 
 
-@final
 @dataclass
 class Muon(UpdateRule):
     tile: int = MAX_TILE_NUMEL  # elements updated at a time: the size of temporaries
@@ -71,7 +70,11 @@ class Muon(UpdateRule):
             matrices = full_param.values.chunk(full_param.num_fused if hyper["split_qkv"] else 1, full_param.dim)
             for matrix in matrices:
                 matrix.copy_(orthogonalize(matrix, hyper["ns_steps"]))
-            scale = update_scale(matrices[0].shape, hyper["adjust_lr_fn"])
+            rows, columns = matrices[0].shape
+            # `original`: a step changes a layer's output equally for every shape. `match_rms_adamw`: the RMS of an
+            # update is that of AdamW, so its learning rates fit.
+            scale = math.sqrt(max(1, rows / columns)) if hyper["adjust_lr_fn"] == "original" else \
+                0.2 * math.sqrt(max(rows, columns))
             segment.master[full_param.local_range].add_(full_param.local_values(), alpha=-hyper["lr"] * scale)
 
     def _update_momentum(self, segment: UpdateSegment, hyper: Mapping[str, Any], factor: float) -> Tensor:
@@ -112,10 +115,3 @@ def orthogonalize(matrix: Tensor, steps: int) -> Tensor:
         polynomial = torch.addmm(product, product, product, beta=b, alpha=c)  # b x x^T + c (x x^T)^2
         x = torch.addmm(x, polynomial, x, beta=a)
     return x.T if is_tall else x
-
-
-def update_scale(shape: torch.Size, adjustment: str) -> float:
-    """`original`: a step changes a layer's output equally for every shape. `match_rms_adamw`: the RMS of an update is
-    that of AdamW, so its learning rates fit."""
-    rows, columns = shape
-    return math.sqrt(max(1, rows / columns)) if adjustment == "original" else 0.2 * math.sqrt(max(rows, columns))

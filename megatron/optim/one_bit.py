@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -86,7 +86,6 @@ class OneBitRule(UpdateRule):
         self._measured_after_steps, self._lr_rose = scalars.get("looked_after", 0), scalars.get("rose", False)
 
 
-@final
 @dataclass
 class OneBitAdam(OneBitRule, AdamW):
     name = "OneBitAdam"
@@ -113,7 +112,6 @@ class OneBitAdam(OneBitRule, AdamW):
             del rms  # before that of the next tile is made
 
 
-@final
 @dataclass
 class OneBitLamb(OneBitRule, Lamb):
     # Names of a bucket's parameters -> moving averages of the trust ratios (0 before the first) and last factors:

@@ -12,7 +12,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, final
+from typing import Any
 
 from torch.optim import Optimizer
 
@@ -181,7 +181,6 @@ def _warmup_curves(optimizer: Optimizer, lows: LRValues, highs: LRValues | None,
     return list(map(curve, _one_per_group(optimizer, lows), own if highs is None else _one_per_group(optimizer, highs)))
 
 
-@final
 class WarmupLR(DeepSpeedScheduler):
     """From `warmup_min_lr` to `warmup_max_lr` (None: each group's own rate), then constant."""
 
@@ -191,7 +190,6 @@ class WarmupLR(DeepSpeedScheduler):
                                                    warmup_type, lambda step, warmup: 1.0), last_batch_iteration)
 
 
-@final
 class WarmupDecayLR(DeepSpeedScheduler):
     """As WarmupLR, then linear decay to `warmup_min_lr` at `total_num_steps`."""
 
@@ -205,7 +203,6 @@ class WarmupDecayLR(DeepSpeedScheduler):
                                                    warmup_type, decay), last_batch_iteration)
 
 
-@final
 class WarmupCosineLR(DeepSpeedScheduler):
     """Ratios of each group's own rate: from `warmup_min_ratio` to 1, then cosine decay to `cos_min_ratio`."""
 
@@ -220,7 +217,6 @@ class WarmupCosineLR(DeepSpeedScheduler):
                                                    warmup_min_ratio), last_batch_iteration)
 
 
-@final
 class OneCycle(DeepSpeedScheduler):
     """Linear from `cycle_min_lr` to `cycle_max_lr` and back, then divided by 1 + `decay_lr_rate` per `decay_step_size`
     steps. If all groups have betas, beta1 moves the other way, and grows after the cycle."""
@@ -257,7 +253,6 @@ class OneCycle(DeepSpeedScheduler):
             group["betas"] = betas
 
 
-@final
 class LRRangeTest(DeepSpeedScheduler):
     """Grows from `lr_range_test_min_lr` by `lr_range_test_step_rate` of it every `lr_range_test_step_size` steps,
     linearly or (staircase) at once."""

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections import OrderedDict, defaultdict
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -62,7 +62,6 @@ def build_rule(optim: OptimConfig, tile: int) -> tuple[UpdateRule, dict[str, Any
     return from_torch(optimizer, tile), defaults
 
 
-@final
 class DeepSpeedCPUAdam(torch.optim.Adam):
     """torch's Adam with DeepSpeed's arguments; `adamw_mode` decouples the weight decay."""
 
@@ -120,7 +119,6 @@ def from_torch(optimizer: Optimizer, tile: int = MAX_TILE_NUMEL) -> UpdateRule:
         raise _unsupported(optimizer, f"{type(error).__name__}: {error}") from error
 
 
-@final
 class TorchRule(UpdateRule):
     elementwise = True
 

@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import nullcontext
+from dataclasses import replace
 from enum import Enum
 from typing import Protocol
 
@@ -24,14 +25,14 @@ from torch import Tensor, nn
 
 from megatron.distributed.collective_log import NO_ENTRY, CollectiveLog
 from megatron.errors import ConfigError
-from megatron.zero.deferred_init import full_initial_value, init_chunk, init_sources
+from megatron.zero.deferred_init import LazyInitParam, full_initial_value, init_chunk
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool
 from megatron.zero.gradients import FlatGradients
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.offload.storage import HOST, WEIGHT, DeviceShard, EngineStorage, Location, StoredShard
-from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWriteGuard, ParamOwner, clear_param_owner,
-                                             full_shape, replace_by_placeholder, set_param_data, set_param_owner)
+from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWriteGuard, ParamOwner, full_shape,
+                                             param_owner, replace_by_placeholder, set_param_data, set_param_owner)
 from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
 from mpu.groups import SOLO, Group
@@ -118,9 +119,9 @@ class FlatBucket(ParamOwner):
 
     def rebind(self, name: str, prefix: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
         """Become a bucket of a larger model, with new names. Call it before the first collective."""
-        self.name, self.log = name, log
-        self.layout.add_prefix(prefix)
-        self.grads.rebind(name, log, buffer_pool)
+        self.name, self.log = self.grads.name, self.grads.log = name, log
+        self.grads.buffer_pool = buffer_pool
+        self.layout.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.layout.slots)
 
     @property
     def empty_param(self) -> Tensor:
@@ -149,8 +150,8 @@ class FlatBucket(ParamOwner):
             or self.storage.location is not Location.DEVICE or not self.param_shard.is_on_device)
         self.master_state: StoredShard = (self.storage.allocate_shard(self.name, layout.shard_numel)
                                           if self.has_separate_masters else self.param_shard)
-        sources = init_sources(self.parameters)
-        if sources is not None:
+        sources = [owner.source for owner in map(param_owner, self.parameters) if isinstance(owner, LazyInitParam)]
+        if len(sources) == len(self.parameters):  # all are still to be drawn
             self._init_from_sources(sources)
         else:
             self._copy_initial_values()
@@ -303,7 +304,7 @@ class FlatBucket(ParamOwner):
                 # [numel] -> [size, numel / size], of which this rank keeps one row
                 self.secondary_shard = self.gathered_params.view(
                     self.secondary_shard_group.size, -1)[self.secondary_shard_group.rank].clone()
-            self.write_guard.record_lost_write()
+            self.write_guard.lost_write = self.write_guard.lost_write or self.write_guard.first_written()
             self.write_guard.shift_versions(+1)
             self._versions_are_shifted = True
             self._set_shard_state(ShardState.SHARDED)
@@ -345,11 +346,6 @@ class FlatBucket(ParamOwner):
     def _is_in_buffer(self, parameter: Tensor, slot: Slot) -> bool:
         place = self.gathered_params.data_ptr() + slot.offset * self.gathered_params.element_size()
         return parameter.data_ptr() == place or not slot.numel  # torch gives no address without elements
-
-    def has_view(self, tensor: Tensor) -> bool:
-        """Whether `tensor` is a view of the gathered parameters."""
-        return torch._C._has_storage(tensor) and \
-            tensor.untyped_storage()._cdata == self.gathered_params.untyped_storage()._cdata
 
     def check_user_writes(self, *, compare_values: bool) -> None:
         """Raise ConfigError for in-place writes that the next step would undo, or that count only after the end of an
@@ -489,12 +485,6 @@ class FlatBucket(ParamOwner):
         self.write_guard.accept_writes()
         if session.was_sharded:
             self.reshard()
-
-    def disown_params(self) -> None:
-        """Gather the parameters and make them ordinary tensors that no engine owns."""
-        self.gather()
-        for parameter in self.parameters:
-            clear_param_owner(parameter)
 
 
 def publish_masters(buckets: Sequence[FlatBucket]) -> None:

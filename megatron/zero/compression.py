@@ -83,8 +83,7 @@ class CompressedGradExchange:
         for bucket in self._state.buckets:
             for segment in bucket.layout.segments(bucket.shard_group.rank):
                 if segment.slot.partition is not None or self._groups.tp.rank == 0:
-                    values = _state_on_device(bucket, kind)[segment.shard_offset : segment.shard_offset + segment.count]
-                    total += values.sum(dtype=torch.float64)
+                    total += _state_on_device(bucket, kind)[segment.shard_range].sum(dtype=torch.float64)
         return float(all_reduce(all_reduce(total, self._state.buckets[0].shard_group), self._groups.tp))
 
     def __call__(self, grad_multiplier: float, max_norm: float) -> tuple[float, float]:

@@ -13,8 +13,7 @@ from __future__ import annotations
 from abc import abstractmethod
 from collections.abc import Iterable, Sequence
 from copy import copy
-from dataclasses import dataclass
-from typing import final
+from threading import Event
 
 import torch
 from torch import Tensor, nn
@@ -23,7 +22,7 @@ from torch.utils.weak import TensorWeakRef
 from megatron.errors import ConfigError
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
-from megatron.zero.offload.storage import WEIGHT, DeviceShard, StateSegment, StoredShard
+from megatron.zero.offload.storage import WEIGHT, DeviceShard, StoredShard
 from megatron.zero.offload.swap_drive import SwapDrive
 from megatron.zero.partitioned_param import (ParamOwner, Placeholder, param_owner, replace_by_placeholder,
                                              set_param_data, set_param_owner)
@@ -32,29 +31,19 @@ from mpu.groups import Group
 from mpu.weight_init import Initializer, initializer_of
 
 
-@dataclass
-class InitContext:
-    """A `zero.Init` block; while it is open, all ranks build the same model."""
-
-    is_open: bool = False
-
-
 class DeferredParam(ParamOwner):
     """The owner of one parameter before there is an engine."""
 
-    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, init_context: InitContext) -> None:
+    def __init__(self, parameter: nn.Parameter, dtype: torch.dtype, dp: Group, is_building: Event) -> None:
+        """`is_building`: of a `zero.Init` block, in which all ranks build the same model; set while it is open."""
         self._param_ref, self._shape, self._dtype, self.dp = TensorWeakRef(parameter), parameter.shape, dtype, dp
-        self._init_context = init_context
+        self.is_building = is_building
 
     @property
     def _parameter(self) -> nn.Parameter:
         parameter = self._param_ref()
         assert isinstance(parameter, nn.Parameter), "it has gone, and its owner should have gone with it"
         return parameter
-
-    @property
-    def allows_in_place_writes(self) -> bool:
-        return self._init_context.is_open
 
     def _take_ownership(self) -> None:
         self._become_placeholder()
@@ -124,11 +113,9 @@ def full_initial_value(parameter: nn.Parameter, dp: Group, device: torch.device)
 # ---- drawn by the engine ---------------------------------------------------------------------------------------------
 
 
-@final
 class LazyInitParam(DeferredParam):
-    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group,
-                 init_context: InitContext = InitContext()) -> None:
-        super().__init__(parameter, parameter.dtype, dp, init_context)
+    def __init__(self, parameter: nn.Parameter, source: Initializer, dp: Group, is_building: Event = Event()) -> None:
+        super().__init__(parameter, parameter.dtype, dp, is_building)
         self.source = source
         self._take_ownership()
 
@@ -144,12 +131,7 @@ class LazyInitParam(DeferredParam):
         if modifier_rank is None:
             self._become_placeholder()
         else:  # the values no longer follow from the source
-            InitShardedParam(self._parameter, self.dp, self._init_context, source_rank=modifier_rank)
-
-
-def lacks_values(parameter: nn.Parameter) -> bool:
-    """The parameter has no memory for its values: it has an initializer, or will get one (mpu/weight_init.py)."""
-    return parameter.is_meta or parameter.untyped_storage().nbytes() < parameter.nbytes
+            InitShardedParam(self._parameter, self.dp, self.is_building, source_rank=modifier_rank)
 
 
 def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
@@ -157,12 +139,6 @@ def defer_param_init(parameters: Iterable[nn.Parameter], dp: Group) -> None:
     for parameter in parameters:
         if (source := initializer_of(parameter)) is not None and param_owner(parameter) is None:
             LazyInitParam(parameter, source, dp)
-
-
-def init_sources(parameters: Sequence[nn.Parameter]) -> list[Initializer] | None:
-    """The initializers of the parameters, or None unless all are still to be drawn."""
-    sources = [owner.source for owner in map(param_owner, parameters) if isinstance(owner, LazyInitParam)]
-    return sources if len(sources) == len(parameters) else None
 
 
 def init_chunk(out: Tensor, layout: FlatLayout, rank: int, chunk: slice, sources: Sequence[Initializer]) -> None:
@@ -182,7 +158,6 @@ IO_BYTES = 1 << 20  # bytes per read or write; there are three buffers of this s
 FIRST_FILE_BYTES, MAX_FILE_BYTES = 64 * IO_BYTES, 4096 * IO_BYTES
 
 
-@final
 class NvmeInitArena:
     def __init__(self, drive: SwapDrive) -> None:
         self._storage = NvmeStorage(drive, "waiting", (),
@@ -190,42 +165,40 @@ class NvmeInitArena:
         self._current_shard: StoredShard | None = None
         self._used, self._size, self._shard_count = 0, FIRST_FILE_BYTES, 0
 
-    def store(self, values: Tensor) -> StateSegment:
-        """Append bytes to the current file. Each new file is twice as large."""
+    def store(self, values: Tensor) -> tuple[StoredShard, int]:
+        """Append bytes to the current file; returns it and where they begin. Each new file is twice as large."""
         nbytes = len(values)
         if self._current_shard is None or self._used + nbytes > self._current_shard.numel:
             self._current_shard = self._storage.allocate_shard(str(self._shard_count),
                                                                max(self._size, -(-nbytes // IO_BYTES) * IO_BYTES))
             self._used, self._size, self._shard_count = 0, min(2 * self._size, MAX_FILE_BYTES), self._shard_count + 1
-        stored = StateSegment(self._current_shard, WEIGHT, self._used, nbytes)
-        self._used += nbytes
-        stored.shard.write(WEIGHT, stored.start, values.cpu())
-        return stored
+        start, self._used = self._used, self._used + nbytes
+        self._current_shard.write(WEIGHT, start, values.cpu())
+        return self._current_shard, start
 
 
-@final
 class InitShardedParam(DeferredParam):
-    def __init__(self, parameter: nn.Parameter, dp: Group, init_context: InitContext, *,
+    def __init__(self, parameter: nn.Parameter, dp: Group, is_building: Event, *,
                  dtype: torch.dtype | None = None, storage: torch.device | NvmeInitArena | None = None,
                  source_rank: int = 0) -> None:
         """`storage` of the shard: a device (None: the parameter's) or NVMe. The values of `source_rank` count."""
         kind = dtype if dtype is not None and parameter.is_floating_point() else parameter.dtype
-        super().__init__(parameter, kind, dp, init_context)
+        super().__init__(parameter, kind, dp, is_building)
         self._device = parameter.device
         self._shard_numel = -(-parameter.numel() // dp.size)
         self._storage = storage
-        self._stored = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank)))
+        self._shard, self._start = self._store(self._shard_of(self._broadcast_from(parameter.detach(), source_rank)))
         self._take_ownership()
 
-    def _store(self, own: Tensor) -> StateSegment:
+    def _store(self, own: Tensor) -> tuple[StoredShard, int]:
         """Store the bytes of this rank's shard."""
         data = own.view(torch.uint8)
         if isinstance(self._storage, NvmeInitArena):
             return self._storage.store(data)
-        return StateSegment(DeviceShard(data.to(self._storage)), WEIGHT, 0, len(data))
+        return DeviceShard(data.to(self._storage)), 0
 
     def _read(self) -> Tensor:
-        return self._stored.fetch().view(self._dtype)
+        return self._shard.fetch(WEIGHT, self._start, self._shard_numel * self._dtype.itemsize).view(self._dtype)
 
     def full_value(self, device: torch.device | None = None) -> Tensor:
         part = self._read().to(self._device)
@@ -239,11 +212,11 @@ class InitShardedParam(DeferredParam):
     def reshard_after_user(self, modifier_rank: int | None) -> None:
         if modifier_rank is not None:
             own = self._shard_of(self._broadcast_from(self._parameter.detach(), modifier_rank))
-            self._stored.shard.write(WEIGHT, self._stored.start, own.view(torch.uint8))
+            self._shard.write(WEIGHT, self._start, own.view(torch.uint8))
         self._become_placeholder()
 
     def _unshare_after_clone(self) -> None:
-        self._stored = self._store(self._read().clone())
+        self._shard, self._start = self._store(self._read().clone())
 
     def _broadcast_from(self, value: Tensor, source_rank: int) -> Tensor:
         value = value.to(self._device).contiguous()

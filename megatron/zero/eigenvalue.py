@@ -137,7 +137,8 @@ class BlockVectors:
         for bucket, own in self._by_bucket(v):
             for one in self._segments[bucket]:
                 blocks = strided_segments_of(one.slot.shape, one.slot.partition, self._tp.rank, self._tp.size)
-                NormalInitializer(rng_key(0, f"{key} {one.slot.name}"), 1.0, blocks)(own[_place(one)], one.slot_offset)
+                draw = NormalInitializer(rng_key(0, f"{key} {one.slot.name}"), 1.0, blocks)
+                draw(own[one.shard_range], one.slot_offset)
         return v
 
     def read(self, shard_of: Callable[[FlatBucket], StoredShard]) -> Tensor:
@@ -151,7 +152,7 @@ class BlockVectors:
         v = self._zeros()
         for bucket, own in self._by_bucket(v):
             for one in self._segments[bucket]:
-                own[_place(one)] = bucket.grads.shard[_place(one)]
+                own[one.shard_range] = bucket.grads.shard[one.shard_range]
             own.mul_(bucket.grad_mean_factor())
         return v
 
@@ -164,7 +165,7 @@ class BlockVectors:
         for (bucket, mine), (_, theirs) in zip(self._by_bucket(one), self._by_bucket(other), strict=True):
             sums = torch.zeros(2, dtype=torch.float64, device=bucket.device)
             for part in self._segments[bucket]:
-                product = mine[_place(part)].double() @ theirs[_place(part)].double()
+                product = mine[part.shard_range].double() @ theirs[part.shard_range].double()
                 sums[int(part.slot.partition is not None)] += product
             replicated, sharded = all_reduce(sums, bucket.shard_group)
             total += float(replicated) + float(all_reduce(sharded, self._tp))
@@ -182,10 +183,6 @@ class BlockVectors:
             for bucket, rounding in before.items():
                 bucket.rounding = rounding
             publish_masters(list(before))
-
-
-def _place(segment: Segment) -> slice:
-    return slice(segment.shard_offset, segment.shard_offset + segment.count)
 
 
 def _linear_combination(shares: Sequence[float], vectors: Sequence[Tensor]) -> Tensor:

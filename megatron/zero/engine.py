@@ -46,16 +46,16 @@ from megatron.optim.rule import ParamGroup, StepScalars, UpdateRule
 from megatron.zero.bucket import publish_masters
 from megatron.zero.compression import CompressedBucketExchange, CompressedGradExchange
 from megatron.zero.flat_buffers import BucketingConfig, BufferPool, bucket_dtypes
-from megatron.zero.grad_norm import GradNorm
 from megatron.zero.hooks import refuse_state_dict_loads, register_unit_hooks
 from megatron.zero.layout import Slot
 from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import HOST, DeviceStorage, EngineStorage, Location
 from megatron.zero.offload_states import LP_PARAMS, StateOffloader
+from megatron.zero.partitioned_param import clear_param_owner
 from megatron.zero.pass_coordinator import PassCoordinator, units_reused_within
 from megatron.zero.stages import stage_policy
-from megatron.zero.state import EngineState, StepCounters, broadcast_module_buffers, snapshot_module_buffers
-from megatron.zero.step_result import MAX_EXTRA_SCALARS, StepReport, StepResultReader, clip_factor
+from megatron.zero.state import EngineState, StepCounters, broadcast_buffers, snapshot_module_buffers
+from megatron.zero.step_result import MAX_EXTRA_SCALARS, GradNorm, StepReport, StepResultReader, clip_factor
 from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build_units, detach_main_grad_writers
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_reduce_into
@@ -74,7 +74,7 @@ class ZeroEngine:
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
         self.micro_batch = 0  # samples per micro-batch, if the caller sets it; only compared between ranks
         self._policy = stage_policy(zero.zero_stage)
-        self._micro_batches = 0  # micro-batches of this optimizer step before the current one
+        self.micro_batches_taken = 0  # of this optimizer step, before the current one
         # Whether the next backward and step end an optimizer step; None: by the number of micro-batches.
         self.forced_boundary: bool | None = None
         self._in_no_sync = self._in_trial_backward = self.is_detached = False
@@ -84,7 +84,7 @@ class ZeroEngine:
         self._next_note: str | None = None  # note of the next report
         self.last_report: StepReport | None = None
         self.log = CollectiveLog(reductions_in_order=not self._policy.params_are_sharded or on_accelerator(device))
-        broadcast_module_buffers(module, groups)
+        broadcast_buffers(module.buffers(), groups.dp)
         drop_gradients(module)
         self.set_accumulation_steps(accumulation)
         comm = zero if not zero.prescale_gradients else replace(
@@ -112,8 +112,8 @@ class ZeroEngine:
         rule.bind_device(HOST if all(on_host) else device, groups.world)
         for bucket in self.all_buckets:
             bucket.engine = ref(self)
-        self._state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
-        self._param_guard = ModelParamGuard(module, self.all_buckets)
+        self.state_offloader = StateOffloader(self.all_buckets, buffer_pool, device)
+        self.param_guard = ModelParamGuard(module, self.all_buckets)
         self._norm = GradNorm(self.buckets, groups)
         self._clip_grad, self._sum_divisor = clip_grad, groups.dp.size / comm.gradient_predivide_factor
         for bucket in self.buckets:
@@ -165,7 +165,7 @@ class ZeroEngine:
             self.pass_coordinator.backward(scaled, retain_graph=retain_graph, ends_step=self.is_at_boundary,
                                            reduces=self._policy.grads_are_sharded or self.is_at_boundary)
         except BaseException as error:
-            self._micro_batches, self._failed_backward = 0, type(error).__name__
+            self.micro_batches_taken, self._failed_backward = 0, type(error).__name__
             self.pass_coordinator.fail_backward(error)  # discards what the step has accumulated
             raise
         self._failed_backward = None
@@ -194,7 +194,7 @@ class ZeroEngine:
         self._check_can_step()
         if not self.is_at_boundary:
             self.state.counters.micro_steps += 1
-            self._micro_batches += 1
+            self.micro_batches_taken += 1
             return None
         STATUS.set_phase(OPTIMIZER_STEP)
         self.pass_coordinator.reshard_all()  # a forward may have run since the backward
@@ -205,7 +205,7 @@ class ZeroEngine:
             self.log.raise_root_cause(error)
             raise
         self.state.counters.micro_steps += 1
-        self._micro_batches = 0
+        self.micro_batches_taken = 0
         if self.is_deferred or self.last_report.applied:
             self.pass_coordinator.weight_version += 1
         STATUS.set_phase("")
@@ -271,7 +271,7 @@ class ZeroEngine:
         on all of them after the all-reduce, in which the others wait."""
         veto_error = self.pass_coordinator.unused_param_error
         try:
-            self._param_guard.check_before_step()
+            self.param_guard.check_before_step()
         except ConfigError as error:  # the user changed the model or a gradient, and the step would ignore it
             veto_error = veto_error or str(error)
         if len(extra_scalars) > MAX_EXTRA_SCALARS:
@@ -353,16 +353,11 @@ class ZeroEngine:
         return any(bucket.grads.params_with_grad for bucket in self.buckets)
 
     @property
-    def is_step_open(self) -> bool:
-        """The first micro-batch of an optimizer step has been taken, and not the last."""
-        return self._micro_batches > 0
-
-    @property
     def is_at_boundary(self) -> bool:
         """The current micro-batch is the last one of its optimizer step."""
         if self.forced_boundary is not None:
             return self.forced_boundary
-        return self._micro_batches + 1 >= self.accumulation_steps
+        return self.micro_batches_taken + 1 >= self.accumulation_steps
 
     def set_accumulation_steps(self, micro_batches: int) -> None:
         """Set the number of micro-batches per optimizer step, from the next step on."""
@@ -415,23 +410,19 @@ class ZeroEngine:
                               "the engine.step() that ends the step, or after engine.zero_grad()")
         for bucket in self.all_buckets:
             bucket.check_not_gathered_by_user("engine.offload_states()")
-        if not self._state_offloader.frees_memory:
+        if self.state_offloader.copy_streams is None:  # the device has no memory of its own, apart from the host
             return False
-        self._param_guard.check_params_in_buffers()
+        self.param_guard.check_params_in_buffers()
         self.finish_step()
         self.pass_coordinator.reshard_all()
         self.wait_for_param_gathers()
         self.zero_grad()  # a forward without a backward may have written weight gradients early
-        self._state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
+        self.state_offloader.offload(states, pinned=pinned, non_blocking=non_blocking)
         return True
-
-    def reload_states(self, non_blocking: bool = False) -> None:
-        """Move offloaded state back, bit for bit."""
-        self._state_offloader.reload(non_blocking=non_blocking)
 
     def detach(self) -> None:
         """Remove all hooks and leave full parameters in the module, once; another engine may take it afterwards."""
-        self.reload_states()
+        self.state_offloader.reload()
         self.finish_step()
         self.is_detached = True
         for handle in self._handles:
@@ -439,7 +430,9 @@ class ZeroEngine:
         detach_main_grad_writers(self.units)
         try:
             for bucket in self.all_buckets:
-                bucket.disown_params()
+                bucket.gather()
+                for parameter in bucket.parameters:  # ordinary tensors, which no engine owns
+                    clear_param_owner(parameter)
         finally:  # also if NVMe fails
             self.engine_storage.close()
 
@@ -469,25 +462,21 @@ class ZeroEngine:
             bucket.check_not_offloaded("a save")
         self.finish_step()
         self.state.check_no_unfinished_change()
-        self._param_guard.check_user_writes(compare_values=True)
-
-    def check_before_load(self) -> None:
-        """Raise ConfigError if loaded weights would not reach the model. Ranks must agree on this too."""
-        self._param_guard.check_before_load()
+        self.param_guard.check_user_writes(compare_values=True)
 
     def load_segments(self, names: Mapping[str, Collection[str]],
                       read: Callable[[str, Slot, int, Tensor], None]) -> None:
         """Load this rank's part of the parameters in `names` (kind -> names), then gather the weights. Collective,
-        after `check_before_load`.
+        after `param_guard.check_before_load`.
 
         `read(kind, slot, offset, out)` fills each segment; if it fails on one rank, all raise its error. Accumulated
         gradients are discarded: the next micro-batch begins a step. The caller clears
         `state.unfinished_change` once it has restored the rest."""
         self.finish_step()
         self.pass_coordinator.reshard_all()
-        self._param_guard.steps = 0
+        self.param_guard.steps = 0
         self.zero_grad()
-        self._micro_batches = 0
+        self.micro_batches_taken = 0
         all_succeed_or_raise(lambda: self.state.load_segments(names, read), self.groups.world)
         publish_masters(self.all_buckets)
         self.pass_coordinator.weight_version += 1

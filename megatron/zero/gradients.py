@@ -22,9 +22,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
-from megatron.distributed.collective_log import NO_REDUCTION, CollectiveLog
+from megatron.distributed.collective_log import NO_REDUCTION
 from megatron.errors import ConfigError
-from megatron.zero.flat_buffers import BucketingConfig, BufferPool, FlatBuffer
+from megatron.zero.flat_buffers import BucketingConfig, FlatBuffer
 from megatron.zero.layout import FlatLayout
 from megatron.zero.offload.copy_streams import CopyEvent, GradOffloader
 from megatron.zero.stages import StagePolicy
@@ -64,7 +64,7 @@ class FlatGradients:
         self._shard_group, self._replica_group = shard_group, replica_group
         self._shard_slice = layout.shard_slice(shard_group.rank)
         self._device, self._dtypes, self._comm = device, dtypes, comm
-        self._buffer_pool, self._log, self.offloader = config.buffer_pool, config.log, offloader
+        self.buffer_pool, self.log, self.offloader = config.buffer_pool, config.log, offloader
         self._copies_each_grad = comm.contiguous_gradients and not on_accelerator(device)
         self._grads_are_views = not policy.grads_are_sharded and dtypes.grads == dtypes.params
         self._slots_with_grad_view: set[int] = set()  # slots that `parameter.grad` is a view of
@@ -86,10 +86,6 @@ class FlatGradients:
         self._full_buffer: FlatBuffer | None = None
         self._full_dtype = dtypes.grads  # dtype of the full buffer
         self._shard: Tensor | None = None
-
-    def rebind(self, name: str, log: CollectiveLog, buffer_pool: BufferPool) -> None:
-        """Use the log and the pool of another engine. Call it before the first reduction."""
-        self.name, self._log, self._buffer_pool = name, log, buffer_pool
 
     # ---- from autograd ------------------------------------------------------------------------------------------
 
@@ -214,14 +210,14 @@ class FlatGradients:
 
     def _get_full_buffer(self) -> FlatBuffer:
         if self._full_buffer is None:
-            new = self._buffer_pool.get if self._accumulates_shard else FlatBuffer.allocate
+            new = self.buffer_pool.get if self._accumulates_shard else FlatBuffer.allocate
             self._full_buffer = new(self.layout, self._full_dtype, self._device)
         return self._full_buffer
 
     def _return_buffer(self, pending_copy: CopyEvent | None = None) -> None:
         """Return the full buffer to the pool; `pending_copy` may still read from it."""
         if self._full_buffer is not None and self._accumulates_shard:
-            self._buffer_pool.put(self.layout, self._full_buffer, pending_copy)
+            self.buffer_pool.put(self.layout, self._full_buffer, pending_copy)
         self._full_buffer = None
 
     # ---- reduction ----------------------------------------------------------------------------------------------
@@ -245,7 +241,7 @@ class FlatGradients:
             grads.mul_(1 / self.predivide_factor)
         if self.offloader is not None and self._shard is not None:
             self.offloader.prefetch_sums()
-        number = self._log.record_reduction(self.name)
+        number = self.log.record_reduction(self.name)
         # The sum goes to this rank's part of the buffer. It gets its own tensor if the dtypes differ, and if it becomes
         # the shard of the next micro-batches: the buffer is free then.
         becomes_shard = self._accumulates_shard and self._shard is None and self.offloader is None
@@ -271,9 +267,9 @@ class FlatGradients:
         if self._pending_reduction is None:
             return
         work, reduced, is_in_buffer, number = self._pending_reduction
-        self._log.awaited_reduction = number, self.name
+        self.log.awaited_reduction = number, self.name
         work.wait()
-        self._log.awaited_reduction = NO_REDUCTION
+        self.log.awaited_reduction = NO_REDUCTION
         # Dropping the work frees its communication buffers before more memory is allocated.
         self._pending_reduction = None
         del work
@@ -301,7 +297,7 @@ class FlatGradients:
         if self._shard is not None:
             for segment in self.layout.segments(self._shard_group.rank):
                 if segment.slot is slot:
-                    self.shard[segment.shard_offset : segment.shard_offset + segment.count].zero_()
+                    self.shard[segment.shard_range].zero_()
         if index in self.filled_slots:
             self._get_full_buffer().views[index].zero_()
         self.params_with_grad.discard(index)

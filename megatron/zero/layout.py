@@ -53,6 +53,11 @@ class Segment:
     shard_offset: int
     count: int
 
+    @property
+    def shard_range(self) -> slice:
+        """Its elements in the shard."""
+        return slice(self.shard_offset, self.shard_offset + self.count)
+
 
 class FlatLayout:
     """The slots of one bucket in one flat buffer of `shards` equal shards."""
@@ -68,10 +73,6 @@ class FlatLayout:
         self.numel = self.shard_numel * shards
         # Equal for layouts that can use each other's buffers.
         self.buffer_key = self.numel, tuple((slot.offset, slot.shape) for slot in self.slots)
-
-    def add_prefix(self, prefix: str) -> None:
-        """The model has become a submodule of another: add its path to all names."""
-        self.slots = tuple(replace(slot, name=prefix + slot.name) for slot in self.slots)
 
     def shard_slice(self, rank: int) -> slice:
         """Of the buffer: shard `rank`."""

@@ -206,7 +206,7 @@ class MoQState:
         self.blocks = ["", *(_eigenvalue_blocks(config, module) if config.quantize_eigenvalue else ())]
         self.period_factors = [1] * len(self.blocks)  # factors for the periods of the blocks when bits fall
         self.rounded_names = sorted(slot.name for bucket in buckets for slot in bucket.layout.slots
-                                    if is_matrix(slot.shape))
+                                    if len(slot.shape) > 1)
         self.counter, self.progress = 0, [schedule.initial_state() for _ in self.blocks]
         self.is_rounding = config.quantize_offset == 0
         self.messages: list[str] = []  # messages about bits that fell, with `quantize_verbose`
@@ -282,11 +282,6 @@ def _eigenvalue_blocks(config: QuantizeConfig, module: nn.Module) -> list[str]:
     return [f"{name}.{number}" for number in range(count)]
 
 
-def is_matrix(shape: Sequence[int]) -> bool:
-    """Whether trainable parameters of this shape are rounded."""
-    return len(shape) > 1
-
-
 def saved_bit_progress(saved: Mapping[str, Any]) -> dict[str, BitState]:
     """Block name -> bit state, from the result of `MoQState.state_dict`."""
     return dict(zip(saved["blocks"], map(BitState, saved["bits"], saved["periods"], saved["fell_at"]), strict=True))
@@ -310,7 +305,7 @@ class BucketRounding:
         self._matrices: dict[str, QuantizedMatrix] = {}
         count = 0
         for slot in bucket.layout.slots:
-            if is_matrix(slot.shape) and slot.numel:
+            if len(slot.shape) > 1 and slot.numel:  # vectors are not rounded
                 matrix = QuantizedMatrix.of(slot, moq.config.quantize_groups, count, tp, self._device,
                                             slot.name in tables)
                 self._matrices[slot.name], count = matrix, matrix.groups.stop

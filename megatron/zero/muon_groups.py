@@ -52,7 +52,11 @@ def split_muon_groups(model: nn.Module, groups: Sequence[Mapping[str, Any]], lr:
     if not any(group["use_muon"] for group in split):
         raise ConfigError("Muon: the model has no hidden matrix, a parameter of two dimensions in a block (an "
                           "element of a ModuleList): give param groups that say \"use_muon\": true, or take AdamW")
-    _check_tiles(model, split)
+    of_muon = {p for group in split if group["use_muon"] for p in group["params"]}
+    for name, module in model.named_modules():
+        if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
+            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose full matrix never exists: give its "
+                              "parameters in a group that says \"use_muon\": false, or leave tiling out")
     return split
 
 
@@ -74,12 +78,3 @@ def muon_split_note(groups: Sequence[ParamGroup]) -> str:
         numbers[group["use_muon"]] += sum(full_shape(p).numel() for p in group["params"])
     return (f" Muon: {count[True]} hidden matrices, {numbers[True]} numbers on each tensor parallel rank; AdamW "
             f"updates the {count[False]} other parameters, {numbers[False]} numbers")
-
-
-def _check_tiles(model: nn.Module, groups: Sequence[ParamGroup]) -> None:
-    """Refuse tiled linears in Muon groups: their matrix never exists as one tensor."""
-    of_muon = {p for group in groups if group["use_muon"] for p in group["params"]}
-    for name, module in model.named_modules():
-        if isinstance(module, TiledLinearBase) and not of_muon.isdisjoint(module.parameters()):
-            raise ConfigError(f"Muon: {name} is a linear layer in tiles, whose full matrix never exists: give its "
-                              "parameters in a group that says \"use_muon\": false, or leave tiling out")

@@ -74,24 +74,19 @@ class StateOffloader:
 
     def __init__(self, buckets: Sequence[FlatBucket], buffer_pool: BufferPool, device: torch.device) -> None:
         self._buckets, self._buffer_pool, self._device = buckets, buffer_pool, device
-        self._copy_streams = create_copy_streams(device)
+        self.copy_streams = create_copy_streams(device)
         self._offloaded: dict[str, list[_OffloadedStorage]] = {}
         # Size in bytes -> pinned buffers for reuse: pinning takes longer than copying.
         self._pinned_buffers: dict[int, list[Tensor]] = {}
 
-    @property
-    def frees_memory(self) -> bool:
-        """The device has its own memory, apart from the host."""
-        return self._copy_streams is not None
-
     def offload(self, states: Sequence[str], *, pinned: bool, non_blocking: bool) -> None:
         """Offload the states. If that fails (host memory), reload those of this call and raise."""
-        if self._copy_streams is None:
+        if self.copy_streams is None:
             return
         new = [state for state in states if state not in self._offloaded]
         try:
             for state in new:
-                self._offload_state(state, self._copy_streams, pinned and self._device.type == "cuda", non_blocking)
+                self._offload_state(state, self.copy_streams, pinned and self._device.type == "cuda", non_blocking)
         except BaseException:
             self.reload(new)
             raise
@@ -110,7 +105,8 @@ class StateOffloader:
             if state == LP_PARAMS:
                 bucket.begin_param_offload()
             storage, device = tensors[0].untyped_storage(), tensors[0].device
-            copy = self._host_buffer(storage.nbytes(), pinned)
+            reusable = self._pinned_buffers.get(storage.nbytes()) if pinned else None
+            copy = reusable.pop() if reusable else page_aligned_zeros(storage.nbytes(), torch.uint8, pinned=pinned)
             copy_event = copy_streams.to_host.copy(copy, _byte_view(storage, device))
             copy_event.wait_on_device()  # the current stream waits: the copy is done before the memory is reused
             if not non_blocking:
@@ -120,16 +116,12 @@ class StateOffloader:
             for one in tensors:
                 one.set_(torch.UntypedStorage(0, device=device))
 
-    def _host_buffer(self, nbytes: int, pinned: bool) -> Tensor:
-        reusable = self._pinned_buffers.get(nbytes) if pinned else None
-        return reusable.pop() if reusable else page_aligned_zeros(nbytes, torch.uint8, pinned=pinned)
-
     def reload(self, states: Sequence[str] | None = None, *, non_blocking: bool = False) -> None:
         """Reload these states, by default all. If the device runs out of memory, the rest stays offloaded."""
         for state in [state for state in self._offloaded if states is None or state in states]:
             copies = self._offloaded[state]
             while copies:
-                offloaded, streams = copies[-1], self._copy_streams
+                offloaded, streams = copies[-1], self.copy_streams
                 assert streams is not None
                 storage = torch.UntypedStorage(len(offloaded.copy), device=offloaded.device)
                 copy_event = streams.to_device.copy(_byte_view(storage, offloaded.device), offloaded.copy,

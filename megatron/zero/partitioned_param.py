@@ -15,7 +15,8 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import cache
-from typing import TYPE_CHECKING, Any, cast, final
+from threading import Event
+from typing import TYPE_CHECKING, Any, cast
 from weakref import ref
 
 import torch
@@ -42,10 +43,8 @@ class ParamOwner(ABC):
 
     params_are_sharded = True  # the parameters are gathered only while they are used (stage 3)
 
-    @property
-    def allows_in_place_writes(self) -> bool:
-        """The model is being built: in-place operations gather the parameter and run on the full values."""
-        return False
+    # Set while the model is being built: in-place operations gather the parameter and run on the full values.
+    is_building: Event = Event()
 
     @abstractmethod
     def full_shape(self, parameter: nn.Parameter) -> torch.Size: ...
@@ -177,7 +176,7 @@ class Placeholder(nn.Parameter):
         if func in CONVERSION_OPS and used is not None and used is args[0]:
             return _convert(used, func, args, given)
         owner = None if used is None else param_owner(used)
-        if owner is not None and owner.allows_in_place_writes:
+        if owner is not None and owner.is_building.is_set():
             if func == _GET_DATA:
                 return used  # in-place writes to `p.data` run on the parameter
             name = op_name(func)
@@ -198,7 +197,7 @@ class Placeholder(nn.Parameter):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Any:
         owner = param_owner(self)
-        if owner is None or not owner.allows_in_place_writes:
+        if owner is None or not owner.is_building.is_set():
             return super().__deepcopy__(memo)  # type: ignore[no-untyped-call]  # refused
         if id(self) not in memo:
             memo[id(self)] = cast(Any, owner).clone()  # a DeferredParam, since no engine owns the parameter
@@ -309,7 +308,8 @@ class InPlaceWriteGuard:
 
     def __init__(self, layout: FlatLayout, parameters: Sequence[nn.Parameter], rank: int) -> None:
         self._layout, self._parameters, self._rank = layout, parameters, rank
-        self._lost_write: str | None = None  # a parameter written to while gathered; reported by `take_writes`
+        # A parameter that was written to while it was gathered, which a reshard loses; reported by `take_writes`.
+        self.lost_write: str | None = None
         self.accept_writes()
 
     def accept_writes(self) -> None:
@@ -320,18 +320,14 @@ class InPlaceWriteGuard:
     def take_writes(self) -> bool:
         """For parameters whose sharded data users may write to (FSDP): whether they wrote since the last call. Raises
         ConfigError for a write to gathered parameters, which the reshard has lost."""
-        if self._lost_write is not None:
-            name, self._lost_write = self._lost_write, None
+        if self.lost_write is not None:
+            name, self.lost_write = self.lost_write, None
             raise ConfigError(
                 f"{name} was written to while all of it was here, in a forward or between that and its backward, and "
                 "that is lost: change weights after the backward, or inside summon_full_params()")
         counts = self._versions
         self.accept_writes()
         return counts != self._versions
-
-    def record_lost_write(self) -> None:
-        """Before a reshard: record a write to the gathered parameters, which is about to be lost."""
-        self._lost_write = self._lost_write or self.first_written()
 
     def first_written(self) -> str | None:
         """The first parameter that was written to since `accept_writes`."""
@@ -381,8 +377,8 @@ class InPlaceWriteGuard:
                                master.split(ELEMENTS_PER_COMPARISON))):
                     continue
                 for segment in self._layout.segments(self._rank, chunk):
-                    start, stop = segment.shard_offset, segment.shard_offset + segment.count
-                    if _values_differ(param_shard[start:stop], master[start - chunk.start : stop - chunk.start]):
+                    start = segment.shard_offset - chunk.start
+                    if _values_differ(param_shard[segment.shard_range], master[start : start + segment.count]):
                         return segment.slot.name  # if none differs, it was padding
         return None
 
@@ -398,7 +394,6 @@ def _values_differ(params: Tensor, master: Tensor) -> bool:
     return bool((params != wanted).logical_and(params.eq(params) | wanted.eq(wanted)).any())  # nan equals nan
 
 
-@final
 class GatheredParamsSession:
     def __init__(self, gathered_params: Tensor, layout: FlatLayout, rank: int, *, was_sharded: bool) -> None:
         """`rank` owns its shard of `gathered_params`. `was_sharded`: sharded before the session, and again after it."""

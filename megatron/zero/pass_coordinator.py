@@ -364,7 +364,7 @@ class PassCoordinator:
                 is_over = not live
             else:
                 is_over = live <= begun and unit not in self._enclosing_units[other] and not any(
-                    call.shares_output_with(one) for one in begun)
+                    call.output_ids & one.output_ids for one in begun)
             if is_over and other not in self._enclosing_units[unit]:
                 del backward.unfinished_calls[other]
                 backward.finished_units.add(other)

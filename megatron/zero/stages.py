@@ -11,7 +11,7 @@ Buckets and the step ask this table instead of the stage number.
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from megatron.config.tree import PrecisionConfig, ZeroConfig, flag_name
 
@@ -23,11 +23,6 @@ class StagePolicy:
     optim_is_sharded: bool
     grads_are_sharded: bool
     params_are_sharded: bool
-
-    @property
-    def for_persistent_params(self) -> StagePolicy:
-        """For small parameters, which stay gathered; their gradients and optimizer states are sharded."""
-        return replace(self, params_are_sharded=False)
 
     @property
     def for_frozen_params(self) -> StagePolicy:

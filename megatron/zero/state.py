@@ -5,7 +5,7 @@ An interrupted change of them is remembered: steps and saves are refused until a
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from itertools import product
@@ -23,7 +23,7 @@ from megatron.zero.moq import MoQState
 from megatron.zero.offload.storage import WEIGHT
 from megatron.zero.units import Unit
 from mpu.collectives import all_gather_json, broadcast_into
-from mpu.groups import Group, Groups
+from mpu.groups import Group
 
 
 def snapshot_module_buffers(module: nn.Module) -> Callable[[], None]:
@@ -48,11 +48,11 @@ def persistent_buffers(module: nn.Module) -> dict[str, Tensor]:
     return {name: buffer for name, buffer in module.named_buffers() if id(buffer) in kept}
 
 
-def broadcast_module_buffers(module: nn.Module, groups: Groups) -> None:
+def broadcast_buffers(buffers: Iterable[Tensor], dp: Group) -> None:
     """Broadcast the buffers from the first data parallel rank. (FlatBucket does the same for parameters.)"""
-    for buffer in module.buffers() if not groups.dp.is_solo else ():
+    for buffer in buffers if not dp.is_solo else ():
         values = buffer.contiguous()
-        broadcast_into(values.view(-1).view(torch.uint8), 0, groups.dp).wait()  # bytes: not every dtype can be sent
+        broadcast_into(values.view(-1).view(torch.uint8), 0, dp).wait()  # bytes: not every dtype can be sent
         buffer.copy_(values)
 
 

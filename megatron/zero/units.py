@@ -11,6 +11,7 @@ has the rest: parameters outside of units, shared between them, registered as ex
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 
 import torch
 from torch import Tensor, nn
@@ -43,7 +44,8 @@ class Unit:
 
     def has_view(self, tensor: Tensor) -> bool:
         """Whether `tensor` is a view of gathered parameters that will be resharded."""
-        return any(bucket.has_view(tensor) for bucket in self.sharded_buckets)
+        return torch._C._has_storage(tensor) and tensor.untyped_storage()._cdata in {
+            bucket.gathered_params.untyped_storage()._cdata for bucket in self.sharded_buckets}
 
 
 class UnitCall:
@@ -52,10 +54,7 @@ class UnitCall:
     weight_version = 0  # version of the weights in this forward; the backward must run with the same
 
     def __init__(self, outputs: Sequence[Tensor]) -> None:
-        self._output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
-
-    def shares_output_with(self, other: UnitCall) -> bool:
-        return not self._output_ids.isdisjoint(other._output_ids)
+        self.output_ids = {output.__dict__.setdefault("zero_mark", object()) for output in outputs}
 
 
 def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
@@ -72,7 +71,8 @@ def build_units(model: nn.Module, config: BucketingConfig) -> list[Unit]:
         buckets = []
         for (unit_name, kind), parameters in members.items():
             if unit_name == name:
-                policy = config.policy.for_persistent_params if kind.endswith(".persistent") else config.policy
+                policy = config.policy  # small parameters stay gathered; their gradients and states are sharded
+                policy = replace(policy, params_are_sharded=False) if kind.endswith(".persistent") else policy
                 buckets.append(FlatBucket(name + kind, parameters, config, policy.for_frozen_params
                                           if kind.startswith(".frozen") else policy))
         if buckets or name == ROOT:

@@ -118,7 +118,7 @@ def _find_segment(param: nn.Parameter, kind: str) -> tuple[FlatBucket, Segment] 
 def _read_segment(bucket: FlatBucket, segment: Segment, kind: str) -> Tensor:
     out = torch.empty(segment.count, dtype=torch.float32, device=bucket.device)
     if kind == _GRADIENT:
-        out.copy_(_gradient_of(bucket, segment)).mul_(bucket.grad_mean_factor())
+        out.copy_(bucket.grads.shard[segment.shard_range]).mul_(bucket.grad_mean_factor())
     elif kind == WEIGHT:
         bucket.read_master(segment.shard_offset, out)
     else:
@@ -126,17 +126,13 @@ def _read_segment(bucket: FlatBucket, segment: Segment, kind: str) -> Tensor:
     return out
 
 
-def _gradient_of(bucket: FlatBucket, segment: Segment) -> Tensor:
-    """A sum of scaled gradients; `grad_mean_factor` turns it into the mean."""
-    return bucket.grads.shard[segment.shard_offset : segment.shard_offset + segment.count]
+def _get_local(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    held = _find_segment(param, optim_state_key)
+    return None if held is None else _read_segment(*held, optim_state_key)
 
 
-def _get_local(param: nn.Parameter, kind: str) -> Tensor | None:
-    held = _find_segment(param, kind)
-    return None if held is None else _read_segment(*held, kind)
-
-
-def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:
+def _get_full(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
+    kind = optim_state_key
     if (held := _find_segment(param, kind)) is None:
         return None
     bucket, segment = held
@@ -148,7 +144,8 @@ def _get_full(param: nn.Parameter, kind: str) -> Tensor | None:
 
 
 @torch.no_grad()
-def _set_value(param: nn.Parameter, value: Tensor, kind: str, *, is_full: bool = True) -> None:
+def _set_value(param: nn.Parameter, value: Tensor, optim_state_key: str, *, is_full: bool = True) -> None:
+    kind = optim_state_key
     if (held := _find_segment(param, kind)) is None:
         owner = _trained_bucket(param)
         if owner is None:
@@ -178,7 +175,7 @@ def _set_value(param: nn.Parameter, value: Tensor, kind: str, *, is_full: bool =
     with nullcontext() if engine is None or kind == _GRADIENT else \
             engine.state.guard_state_change(f"setting of a {kind}"):
         if kind == _GRADIENT:
-            _gradient_of(bucket, segment).copy_(part / bucket.grad_mean_factor())
+            bucket.grads.shard[segment.shard_range] = part / bucket.grad_mean_factor()
         else:
             bucket.master_state.write(kind, segment.shard_offset, part)
         if kind == WEIGHT:
@@ -203,32 +200,20 @@ def _assert_collective(bucket: FlatBucket, where: str, value: Tensor | None = No
     return engine is None or assert_collective_call(engine.log, bucket.dp, where, value)
 
 
-def safe_get_full_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    """An optimizer state, such as "exp_avg"."""
-    return _get_full(param, optim_state_key)
-
-
-def safe_set_full_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _set_value(param, value, optim_state_key)
-
-
-def safe_get_local_optimizer_state(param: nn.Parameter, optim_state_key: str) -> Tensor | None:
-    return _get_local(param, optim_state_key)
-
-
-def safe_set_local_optimizer_state(param: nn.Parameter, value: Tensor, optim_state_key: str) -> None:
-    _set_value(param, value, optim_state_key, is_full=False)
-
-
+# An optimizer state, such as "exp_avg".
+safe_get_full_optimizer_state = _get_full
+safe_get_local_optimizer_state = _get_local
+safe_set_full_optimizer_state = _set_value
+safe_set_local_optimizer_state = partial(_set_value, is_full=False)
 # The fp32 masters. Inside `GatheredParameters` those from before the block, since edits count at its end.
-safe_get_full_fp32_param = partial(_get_full, kind=WEIGHT)
-safe_get_local_fp32_param = partial(_get_local, kind=WEIGHT)
+safe_get_full_fp32_param = partial(_get_full, optim_state_key=WEIGHT)
+safe_get_local_fp32_param = partial(_get_local, optim_state_key=WEIGHT)
 # Set the masters and the parameter. All setters but those of a local gradient or state are collective; at stage 0
 # those are too, because the local segment is the full parameter: values must be equal on all ranks.
-safe_set_full_fp32_param = partial(_set_value, kind=WEIGHT)
-safe_set_local_fp32_param = partial(_set_value, kind=WEIGHT, is_full=False)
+safe_set_full_fp32_param = partial(_set_value, optim_state_key=WEIGHT)
+safe_set_local_fp32_param = partial(_set_value, optim_state_key=WEIGHT, is_full=False)
 # The mean gradient over ranks and micro-batches, before clipping and without the loss scale.
-safe_get_full_grad = partial(_get_full, kind=_GRADIENT)
-safe_get_local_grad = partial(_get_local, kind=_GRADIENT)
-safe_set_full_grad = partial(_set_value, kind=_GRADIENT)
-safe_set_local_grad = partial(_set_value, kind=_GRADIENT, is_full=False)
+safe_get_full_grad = partial(_get_full, optim_state_key=_GRADIENT)
+safe_get_local_grad = partial(_get_local, optim_state_key=_GRADIENT)
+safe_set_full_grad = partial(_set_value, optim_state_key=_GRADIENT)
+safe_set_local_grad = partial(_set_value, optim_state_key=_GRADIENT, is_full=False)

@@ -11,7 +11,7 @@ import secrets
 from collections.abc import Callable, Mapping
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import Any, final
+from typing import Any
 from zlib import crc32
 
 import torch
@@ -51,7 +51,6 @@ def parameter_shapes(model: ModelConfig) -> dict[str, tuple[int, ...]]:
     return {name: shape for name, (shape, _) in parameter_partitions(model).items()}
 
 
-@final
 class ExternalCheckpoint:
     """The weights of another program's model. Each is loaded on request; the last one is cached."""
 
@@ -120,7 +119,6 @@ def build_model_config(where: str, **fields: Any) -> ModelConfig:
 LEGACY_GLOBALS = ("argparse.Namespace", "numpy.core.multiarray._reconstruct", "numpy.ndarray", "numpy.dtype")
 
 
-@final
 class InertObject:
     """Stands for any non-tensor object in a torch file: holds attributes and runs no code."""
 

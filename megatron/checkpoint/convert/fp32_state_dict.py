@@ -10,7 +10,7 @@ import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar, final
+from typing import TypeVar
 
 import torch
 from torch import Tensor, nn
@@ -75,7 +75,6 @@ def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag
     return model
 
 
-@final
 class LazyStateDict(Mapping[str, Tensor]):
     """A state dict whose tensors are read on each access."""
 

@@ -13,7 +13,7 @@ import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from typing import Any, final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -31,7 +31,6 @@ from mpu.groups import Group
 MAX_ROWS = 32  # texts decoded at a time
 
 
-@final
 class DecoderCache:
     """The decoder that an engine keeps between calls, with its KV cache and CUDA graphs. It is rebuilt when a call
     needs more rows or positions, or when the weights have moved."""
@@ -93,7 +92,6 @@ ARGUMENT_RANGES: Mapping[str, tuple[Callable[[Any], bool], str]] = {
     "repetition_penalty": (lambda value: 0 < value < float("inf"), "more than 0; 1 changes nothing")}
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class GenerateArguments:
     """The supported arguments, with transformers' defaults."""
@@ -212,7 +210,6 @@ def _new_token_bounds(arguments: GenerateArguments, width: int, longest: int, li
     return least, most
 
 
-@final
 class InferenceEngine(nn.Module):
     def __init__(self, module: nn.Module, gpt2: GPT2 | None, tp: Group, max_out_tokens: int | None) -> None:
         super().__init__()

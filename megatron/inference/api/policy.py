@@ -12,7 +12,7 @@ from __future__ import annotations
 import difflib
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, final
+from typing import Any
 
 from torch import nn
 
@@ -20,7 +20,6 @@ from megatron.config.schema import require
 from megatron.errors import ConfigError
 
 
-@final
 @dataclass(frozen=True, kw_only=True)
 class Cut:
     column: Sequence[str] = ()
@@ -50,7 +49,6 @@ HEAD_COUNT_NAMES = frozenset("num_heads n_heads n_head num_attention_heads num_a
 WIDTH_NAMES = frozenset("all_head_size embed_dim inner_dim split_size hidden_size hidden_dim d_model dim".split())
 
 
-@final
 @dataclass(frozen=True)
 class TPLayer:
     path: str
@@ -58,7 +56,6 @@ class TPLayer:
     num_fused: int = 1
 
 
-@final
 @dataclass(frozen=True)
 class TPPlan:
     tp_layers: tuple[TPLayer, ...]

@@ -15,7 +15,7 @@ import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from functools import partial
-from typing import Any, NoReturn, cast, final
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -223,7 +223,6 @@ POLICY_HELP = ("in injection_policy, row layers are those that read what column 
 MODEL_ERRORS = (RuntimeError, ValueError, TypeError, LookupError, AttributeError, AssertionError)
 
 
-@final
 class TPEquivalenceCheck:
     """Constructed with the full model; `check_sharded` compares the sharded one."""
 

@@ -36,7 +36,6 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.compression import SERVER_ERROR, WORKER_ERROR
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Slot
-from megatron.zero.offload.storage import StateSegment
 from megatron.zero.state import persistent_buffers
 from mpu.groups import Group, Groups
 from mpu.random import capture_rng, model_parallel_cuda_manual_seed, restore_rng
@@ -136,9 +135,9 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
 
 
 def read_state(bucket: FlatBucket, kind: str, slot: Slot, offset: int, count: int) -> Tensor:
-    """`count` elements from `offset` of the slot, which this rank holds: a view, or a copy from NVMe."""
+    """`count` elements from `offset` of the slot, which this rank holds."""
     start = slot.offset + offset - bucket.shard_group.rank * bucket.layout.shard_numel
-    return StateSegment(bucket.master_state, kind, start, count).fetch()
+    return bucket.master_state.fetch(kind, start, count)
 
 
 def tied_tensor_names(module: nn.Module, buckets: Iterable[FlatBucket]) -> dict[str, str]:
@@ -193,7 +192,7 @@ def load_engine(engine: ZeroEngine, checkpoint: Checkpoint, scheduler: LRSchedul
     """Restore everything but the random streams from an open checkpoint. `counters` includes the schedule, and the loss
     scale unless that is off. Mismatches raise before anything changes."""
     world, state, shared, where = engine.groups.world, engine.state, checkpoint.shared_state, checkpoint.shared_label
-    all_succeed_or_raise(engine.check_before_load, world)
+    all_succeed_or_raise(engine.param_guard.check_before_load, world)
     optimizer = options.optimizer and bool(engine.buckets)
     if options.counters and not shared["engine"]:
         raise CheckpointError(f"{checkpoint.label} holds imported weights, not a run: load them with "
@@ -241,7 +240,7 @@ def load_external_weights(engine: ZeroEngine, checkpoint: ExternalCheckpoint) ->
     """Initial weights from another program's checkpoint of this model."""
     engine.assert_collective_call(LOAD)
     assert_same_weights(checkpoint, engine.groups.world)
-    all_succeed_or_raise(engine.check_before_load, engine.groups.world)
+    all_succeed_or_raise(engine.param_guard.check_before_load, engine.groups.world)
     engine.load_segments({"weight": checkpoint.shapes}, partial(_read_segment, engine, checkpoint))
     engine.state.unfinished_change = None
 

@@ -24,6 +24,11 @@ def _offload_device(engine: Any, kind: str) -> str | None:
 METHODS: dict[str, Callable[[Any], Any]] = {
     "fp16_enabled": lambda e: e.config.precision.fp16,
     "bfloat16_enabled": lambda e: e.config.precision.bf16,
+    "gradient_accumulation_steps": lambda e: e.core.accumulation_steps,
+    "is_gradient_accumulation_boundary": lambda e: e.core.is_at_boundary,
+    # Of the last optimizer step: it changed the weights (was not skipped for an overflow); the norm before clipping.
+    "was_step_applied": lambda e: e.core.last_report is not None and e.core.last_report.applied,
+    "get_global_grad_norm": lambda e: e.core.last_report and e.core.last_report.grad_norm,
     "get_batch_info": lambda e: (e.train_batch_size(), e.core.micro_batch, e.core.accumulation_steps),
     "zero_optimization": lambda e: e.zero_optimization_stage() > 0,
     "zero_optimization_partition_gradients": lambda e: e.zero_optimization_stage() >= 2,
@@ -71,6 +76,7 @@ ATTRIBUTES: dict[str, Callable[[Any], Any]] = {
     "data_parallel_group": lambda e: e.groups.dp.process_group,
     "cuda": lambda e: lambda device=None: e.to(torch.device("cuda") if device is None else device),
     "micro_steps": lambda e: e.core.state.counters.micro_steps,
+    "skipped_steps": lambda e: e.core.counters.skipped_steps,
     "applied_steps": lambda e: e.core.counters.applied_steps,
     "loss_scale": lambda e: e.cur_scale,
     # The model is a child named `module`, as in DeepSpeed's engine.

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset, DistributedSampler, Sampler
 
-from megatron.checkpoint.commit import Keep
+from megatron.checkpoint.commit import Keep, check_save_root_is_writable
 from megatron.checkpoint.manifest import Lineage, tag_of_iteration
 from megatron.checkpoint.reader import Checkpoint, open_checkpoint
 from megatron.checkpoint.tags import has_no_checkpoint
@@ -39,7 +39,7 @@ from megatron.zero.api.checkpoint_io import (LoadOptions, check_save_call, check
                                              plan_engine_save, restore_rng_streams)
 from megatron.zero.api.compat_names import NAMES, resolve_name
 from megatron.zero.api.engine_features import (EigenvalueEstimator, EngineMonitor, MonitorConfig, ProfiledStep,
-                                               ProgressiveLayerDrop, StepObserver)
+                                               ProgressiveLayerDrop)
 from megatron.zero.api.full_state_dict import gather_full_state_dict, load_module_weights, write_state_dict
 from megatron.zero.api.model_checks import check_argument, to_folder
 from megatron.zero.api.torch_interfaces import (EpochDataLoader, LRSchedulerProtocol, ReversibleSchedulerStep,
@@ -79,7 +79,7 @@ class Engine:
         self.monitor = EngineMonitor(monitor_config, self.device, core.groups.world.rank == 0, self.drive_use)
         # Profiles one step module by module, if the configuration asks for it.
         self.profiled_step = ProfiledStep(config, core, self)
-        self._observers: list[StepObserver] = [one for one in (self.monitor, self.profiled_step) if one.is_active]
+        self._observers = [one for one in (self.monitor, self.profiled_step) if one.is_active]
         # Passes theta to the model's forward; None unless configured.
         self.progressive_layer_drop = (
             ProgressiveLayerDrop(config.layer_drop, core.module, lambda: self.global_steps)
@@ -97,7 +97,7 @@ class Engine:
         self.lineage = Lineage()
         self._reversible_lr_step: ReversibleSchedulerStep | None = None
         self._unreported_step: StepReport | None = None
-        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call, self.run_id)
+        self._background_save = AsyncSaver(core.groups.world, core.assert_collective_call)
         self.notes: list[str] = []  # for the user, printed once by `zero.initialize`
         # Why random streams could not continue from the loaded checkpoint, or None.
         self.rng_note: str | None = None
@@ -233,13 +233,6 @@ class Engine:
         """Discard the accumulated gradients."""
         self.core.zero_grad()
 
-    def gradient_accumulation_steps(self) -> int:
-        return self.core.accumulation_steps
-
-    def is_gradient_accumulation_boundary(self) -> bool:
-        """The current micro-batch is the last of its optimizer step."""
-        return self.core.is_at_boundary
-
     def set_gradient_accumulation_boundary(self, is_boundary: bool | None) -> None:
         """Set whether the next `step` ends an optimizer step; None returns to counting micro-batches. Ranks must pass
         the same value: if they differ, the step raises or the collective check ends the run."""
@@ -306,7 +299,7 @@ class Engine:
         self.core.set_accumulation_steps(count)
 
     def _check_between_steps(self, call: str) -> None:
-        require(not self.core.has_gradients and not self.core.is_step_open,
+        require(not self.core.has_gradients and not self.core.micro_batches_taken,
                 f"{call}: a step is under way; call it after the last micro-batch of one")
 
     def wait_for_param_gathers(self) -> None:
@@ -327,7 +320,7 @@ class Engine:
 
     def reload_states(self, non_blocking: bool = False) -> None:
         """Move offloaded state back, bit for bit."""
-        self.core.reload_states(non_blocking=non_blocking)
+        self.core.state_offloader.reload(non_blocking=non_blocking)
 
     def destroy(self) -> None:
         """Detach the engine: remove its hooks and leave full parameters in the working precision. Collective;
@@ -347,10 +340,6 @@ class Engine:
         return self.core.state.counters.global_steps
 
     @property
-    def skipped_steps(self) -> int:
-        return self.core.counters.skipped_steps
-
-    @property
     def backward_scale(self) -> float:
         """The factor by which `backward` multiplies the loss."""
         return self.core.backward_scale
@@ -359,14 +348,6 @@ class Engine:
     def cur_scale(self) -> float:
         """The loss scale of the next backward."""
         return self.core.state.counters.scaler.scale
-
-    def was_step_applied(self) -> bool:
-        """The last optimizer step changed the weights (it was not skipped for an overflow)."""
-        return self.core.last_report is not None and self.core.last_report.applied
-
-    def get_global_grad_norm(self) -> float | None:
-        """The gradient norm of the last optimizer step, before clipping; None before the first."""
-        return None if self.core.last_report is None else self.core.last_report.grad_norm
 
     def train_micro_batch_size_per_gpu(self) -> int:
         return self.core.micro_batch
@@ -480,7 +461,8 @@ class Engine:
             "save_rng_states": save_rng_states, "keep": asdict(keep)}, client_state or {}, self.groups.world)
         self.finish_step()
         name = tag_of_iteration(self.global_steps) if tag is None else str(tag)
-        self._background_save.finish_earlier_saves(root)
+        on_rank_0(lambda: check_save_root_is_writable(root), self.groups.world)
+        self.finish_save()
         in_background &= not self.core.engine_storage.has_offloaded_state
         plan = plan_engine_save(
             self, root, name, client_state or {}, optimizer=save_optimizer_states, rng=save_rng_states,

@@ -16,7 +16,6 @@ from __future__ import annotations
 import inspect
 import sys
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
@@ -61,25 +60,8 @@ class MonitorConfig:
     wandb: WandbProject | None = None
 
 
-class StepObserver(ABC):
-    """What a configuration adds around the phases of each step."""
-
-    is_active: bool  # otherwise the engine never calls it
-
-    @abstractmethod
-    def phase(self, name: str) -> AbstractContextManager[object]:
-        """Context of the forward, the backward or the step."""
-
-    def backward_done(self, loss: Tensor) -> None:
-        """After a backward; `loss` is divided by the number of micro-batches."""
-
-    @abstractmethod
-    def step_done(self, engine: Engine) -> None:
-        """After an optimizer step."""
-
-
-class EngineMonitor(StepObserver):
-    """Monitor of one engine; inactive on ranks other than the first."""
+class EngineMonitor:
+    """Monitor of one engine; unless it `is_active` (only on the first rank), the engine never calls it."""
 
     def __init__(self, config: MonitorConfig, device: torch.device, is_first_rank: bool,
                  read_nvme_stats: Callable[[], NvmeStats | None]) -> None:
@@ -199,7 +181,7 @@ class EngineMonitor(StepObserver):
         return {name: seconds * 1e3 / self._steps_since_line for name, seconds in spent.items()}
 
     def _console_lines(self, engine: Engine, loss: float) -> Iterator[str]:
-        yield (f"step={engine.global_steps}, skipped={engine.skipped_steps}, lr={engine.get_lr()}, "
+        yield (f"step={engine.global_steps}, skipped={engine.core.counters.skipped_steps}, lr={engine.get_lr()}, "
                f"mom={engine.get_mom()}, loss={loss:.6g}")
         if times := self._phase_milliseconds():
             yield "time (ms) | " + " | ".join(f"{name}: {value:.2f}" for name, value in times.items())
@@ -297,7 +279,9 @@ def check_forward_signature(module: nn.Module) -> bool:
     return STEP_ARGUMENT in parameters
 
 
-class ProfiledStep(StepObserver):
+class ProfiledStep:
+    """The engine calls it as it does `EngineMonitor`."""
+
     def __init__(self, config: Config, core: ZeroEngine, engine: Engine) -> None:
         self._config, self._key_names, self._core = config.profile, config.key_names, core
         self._previous_step_seconds: float | None = None
@@ -310,6 +294,9 @@ class ProfiledStep(StepObserver):
             from megatron import profiler
             self.profiler = profiler.FlopsProfiler(core.module, engine)
         self.is_active = self._is_due = self._config.flops_profiler
+
+    def backward_done(self, loss: Tensor) -> None:
+        """Nothing to record."""
 
     def phase(self, name: str) -> AbstractContextManager[object]:
         """The optimizer step is timed but its FLOPs are not counted."""

@@ -19,7 +19,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api.init import GatheredParameters
 from megatron.zero.api.model_checks import check_same_descriptions, describe_buffers
 from megatron.zero.engine import ZeroEngine
-from megatron.zero.state import broadcast_module_buffers
+from megatron.zero.state import broadcast_buffers
 from mpu.collectives import all_gather
 from mpu.partition import join_local_slices, partition_of
 
@@ -31,9 +31,8 @@ def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str,
     all_succeed_or_raise(engine.check_before_save, engine.groups.world)
     collects, tp = engine.groups.world.rank == 0, engine.groups.tp
     collected: dict[int, Tensor] = {}
-    for bucket in (*engine.buckets, *engine.frozen_buckets):
-        try:
-            bucket.gather_for_user()
+    for bucket in engine.all_buckets:
+        with GatheredParameters(bucket.parameters):
             for parameter in bucket.parameters:
                 value, partition = parameter.detach(), partition_of(parameter)
                 if partition is not None:
@@ -43,10 +42,6 @@ def gather_full_state_dict(engine: ZeroEngine, frozen: bool = True) -> dict[str,
                         value = value.narrow(partition.dim, 0, partition.size)
                 if collects and (frozen or bucket.trainable):
                     collected[id(parameter)] = value.to("cpu", copy=True).contiguous()
-        except BaseException:  # an interrupt or an OOM error: reshard without communication
-            bucket.cancel_user_gather()
-            raise
-        bucket.reshard_after_user(None)
     for tensor in engine.module.buffers() if collects else ():
         collected[id(tensor)] = tensor.detach().cpu()
     names = engine.module.state_dict(keep_vars=True)
@@ -66,10 +61,9 @@ def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bo
     """Load data parallel rank 0's weights and buffers by name, into the model and the masters. Collective, one bucket
     at a time; mismatches raise on every rank before anything changes."""
     provides_values = engine.groups.dp.rank == 0
-    buckets = [*engine.buckets, *engine.frozen_buckets]
 
     def check() -> None:
-        for bucket in buckets:
+        for bucket in engine.all_buckets:
             bucket.check_before_user_gather()
         if provides_values:
             _check_state_dict(engine, state, strict)
@@ -82,7 +76,7 @@ def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bo
     named: dict[str, Any] = engine.module.state_dict(keep_vars=True)
     new = {id(tensor): state[name] for name, tensor in named.items() if provides_values and name in state}
     with engine.state.guard_state_change("load of weights"):
-        for bucket in buckets:
+        for bucket in engine.all_buckets:
             with GatheredParameters(bucket.parameters, modifier_rank=0):
                 for parameter in bucket.parameters:
                     if (value := new.get(id(parameter))) is not None:
@@ -91,7 +85,7 @@ def load_module_weights(engine: ZeroEngine, state: Mapping[str, Any], strict: bo
         for buffer in engine.module.buffers():
             if (value := new.get(id(buffer))) is not None:
                 buffer.copy_(value)
-    broadcast_module_buffers(engine.module, engine.groups)
+    broadcast_buffers(engine.module.buffers(), engine.groups.dp)
 
 
 def _check_state_dict(engine: ZeroEngine, state: Mapping[str, Any], strict: bool) -> None:

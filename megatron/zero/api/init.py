@@ -19,6 +19,7 @@ import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
 from functools import partial
+from threading import Event
 from typing import Any
 
 import torch
@@ -30,7 +31,7 @@ from megatron.distributed.collective_log import assert_collective_call
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.exit_codes import exit_reason_of, install_excepthook
 from megatron.errors import ConfigError, TrainerError
-from megatron.zero.deferred_init import InitContext, InitShardedParam, LazyInitParam, NvmeInitArena, lacks_values
+from megatron.zero.deferred_init import InitShardedParam, LazyInitParam, NvmeInitArena
 from megatron.zero.offload.swap_drive import SwapDrive, check_nvme_path
 from megatron.zero.partitioned_param import ParamOwner, param_owner
 from mpu import groups as mpu_groups
@@ -185,7 +186,8 @@ class Init:
     def __enter__(self) -> None:
         if not self._enabled:
             return
-        self._init_context = InitContext(is_open=True)
+        self._is_building = Event()  # a new one for each block
+        self._is_building.set()
         self._storage: torch.device | NvmeInitArena | None = None
         if self._nvme_path is not None:
             self._storage = NvmeInitArena(SwapDrive(self._nvme_path, flag=PATH_KEY))
@@ -204,7 +206,7 @@ class Init:
             unfilled, self._modules_without_values = self._modules_without_values, []
             for module in unfilled:
                 self._partition_module(module)
-            self._init_context.is_open = False
+            self._is_building.clear()
             self._storage = None  # swap files are closed with their last parameter
 
     def _patch_new_classes(self) -> None:
@@ -241,16 +243,17 @@ class Init:
             if param_owner(parameter) is not None or is_lazy(parameter):
                 continue
             source = initializer_of(parameter)
-            if not lacks_values(parameter):
+            # Without memory for its values it has an initializer, or will get one (mpu/weight_init.py).
+            if not parameter.is_meta and parameter.untyped_storage().nbytes() >= parameter.nbytes:
                 self._freed_bytes += parameter.nbytes
-                InitShardedParam(parameter, self._dp, self._init_context, dtype=self._dtype, storage=self._storage)
+                InitShardedParam(parameter, self._dp, self._is_building, dtype=self._dtype, storage=self._storage)
                 if self._freed_bytes > TRIM_AFTER_BYTES:
                     # glibc keeps freed memory below blocks in use, and does not reuse it for the next large tensor.
                     if hasattr(libc := ctypes.CDLL(None), "malloc_trim"):  # glibc only
                         libc.malloc_trim(0)
                     self._freed_bytes = 0
             elif source is not None:
-                LazyInitParam(parameter, source, self._dp, self._init_context)
+                LazyInitParam(parameter, source, self._dp, self._is_building)
             else:
                 self._modules_without_values.append(module)  # its values are set later in the context
 

@@ -31,11 +31,14 @@ from mpu.groups import Group
 
 def check_same_model(model: nn.Module, world: Group) -> None:
     """Raise ConfigError on every rank, naming the first parameter or buffer that differs. Collective."""
-    unit_of = unit_name_by_param(model)
-    check_same_descriptions(
-        {"parameter": [f"{name}: {_describe_param(name, parameter, unit_of[parameter])}"
-                       for name, parameter in model.named_parameters()], **describe_buffers(model)},
-        world, "the ranks give zero.initialize different models")
+    unit_of, parameters = unit_name_by_param(model), []
+    for name, parameter in model.named_parameters():  # all that affects layout and initialization
+        text = describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
+        text += " of zero.Init" * (param_owner(parameter) is not None)
+        in_unit = name.startswith(f"{(unit := unit_of[parameter])}.")
+        parameters.append(f"{name}: {text}" if in_unit else f"{name}: {text} in unit {unit}")
+    check_same_descriptions({"parameter": parameters, **describe_buffers(model)}, world,
+                            "the ranks give zero.initialize different models")
 
 
 def describe_buffers(model: nn.Module) -> dict[str, list[str]]:
@@ -51,14 +54,6 @@ def check_same_descriptions(mine: Mapping[str, Sequence[str]], world: Group, wha
         difference = describe_differences([({name: text}, [rank]) for rank, text in enumerate(texts)])
         raise ConfigError(f"{what}: {difference}; build the same model in the same order on every rank (a set has "
                           "another order in each process)")
-
-
-def _describe_param(name: str, parameter: nn.Parameter, unit: str) -> str:
-    """Everything that affects its layout and initialization; the unit only if the parameter's name does not begin with
-    it."""
-    text = describe_tensor(parameter, full_shape(parameter)) + " (frozen)" * (not parameter.requires_grad)
-    text += " of zero.Init" * (param_owner(parameter) is not None)
-    return text if name.startswith(f"{unit}.") else f"{text} in unit {unit}"
 
 
 def describe_tensor(tensor: Tensor, shape: torch.Size) -> str:

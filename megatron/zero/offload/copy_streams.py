@@ -15,7 +15,6 @@ from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
-from typing import final
 
 import torch
 from torch import Tensor
@@ -119,7 +118,6 @@ class _CudaCopyEvent(CopyEvent):
         self.stream.release_sources(self)
 
 
-@final
 class StagingDoubleBuffer:
     def __init__(self, size: int, dtype: torch.dtype, device: torch.device | None, *, pinned: bool = False) -> None:
         """Buffers on `device`, copied to the host; or with None on the host, copied to the device."""

@@ -16,7 +16,6 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import final
 
 import torch
 from torch import Tensor
@@ -27,18 +26,28 @@ PAGE_SIZE = 4096
 O_DIRECT = getattr(os, "O_DIRECT", 0)
 
 
-@final
 class DirectIoFile:
     def __init__(self, descriptor: int, size: int) -> None:
         """Take ownership of an empty file and reserve `size` bytes, so that a full disk is detected now."""
-        self.descriptor = descriptor
+        self.descriptor = self._direct = descriptor
+        self.close = weakref.finalize(self, self._close_all, descriptors := {descriptor})  # idempotent
         try:
-            _preallocate(self.descriptor, size)
-            self._direct = _reopen_direct(self.descriptor)
-        except BaseException:
-            os.close(self.descriptor)
-            raise
-        self.close = weakref.finalize(self, _close_all, {self.descriptor, self._direct})  # idempotent
+            if size:
+                os.posix_fallocate(descriptor, 0, size)
+        except OSError as error:
+            if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
+                self.close()
+                raise
+            os.ftruncate(descriptor, size)  # no reservation on this file system: a full disk shows at a write
+        with suppress(OSError):  # without O_DIRECT, if it is not supported
+            self._direct = os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
+            descriptors.add(self._direct)
+
+    @staticmethod
+    def _close_all(descriptors: Iterable[int]) -> None:
+        for descriptor in descriptors:
+            with suppress(OSError):
+                os.close(descriptor)
 
     def write(self, data: memoryview, offset: int) -> None:
         whole = len(data) // PAGE_SIZE * PAGE_SIZE
@@ -72,30 +81,6 @@ class DirectIoFile:
 
 def round_up_to_page(nbytes: int) -> int:
     return -(-nbytes // PAGE_SIZE) * PAGE_SIZE
-
-
-def _close_all(descriptors: Iterable[int]) -> None:
-    for descriptor in descriptors:
-        with suppress(OSError):
-            os.close(descriptor)
-
-
-def _preallocate(descriptor: int, size: int) -> None:
-    try:
-        if size:
-            os.posix_fallocate(descriptor, 0, size)
-    except OSError as error:
-        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL, errno.ENOSYS):
-            raise
-        os.ftruncate(descriptor, size)  # no reservation on this file system: a full disk shows at a write
-
-
-def _reopen_direct(descriptor: int) -> int:
-    """A second descriptor with O_DIRECT, or the given one if that is not supported."""
-    try:
-        return os.open(f"/proc/self/fd/{descriptor}", os.O_RDWR | os.O_CLOEXEC | O_DIRECT)
-    except OSError:
-        return descriptor
 
 
 _LIVE_MAPPINGS: weakref.WeakSet[_HostMapping] = weakref.WeakSet()

@@ -14,7 +14,6 @@ from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from typing import final
 
 import torch
 from torch import Tensor
@@ -60,7 +59,6 @@ class _StagingBuffers:
             self.pending_copy = None
 
 
-@final
 class NvmeShard(StoredShard):
     location = Location.NVME
     is_in_memory = False
@@ -120,7 +118,6 @@ class NvmeShard(StoredShard):
         return self._chunk_index[chunk.start] * len(self._storage.kinds) + self._storage.kinds.index(kind)
 
 
-@final
 class NvmeStorage(StorageBackend):
     """NVMe storage of one engine on one rank."""
 

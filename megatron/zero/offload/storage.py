@@ -23,7 +23,6 @@ from concurrent.futures import Future, wait
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field
 from enum import Enum
-from typing import final
 
 import torch
 from torch import Tensor
@@ -90,6 +89,13 @@ class StoredShard(ABC):
             with self.open(part, [kind]) as kept:
                 out[part.start + overlap.start - start : part.start + overlap.stop - start] = kept[kind][overlap]
 
+    def fetch(self, kind: str, start: int, count: int) -> Tensor:
+        """`count` elements from `start` on: a view if they are in memory, or a copy read from NVMe."""
+        if self.is_in_memory:
+            return self.view(kind)[start : start + count]
+        self.read(kind, start, copy := torch.empty(count, dtype=self.dtype))
+        return copy
+
     def write(self, kind: str, start: int, values: Tensor) -> None:
         """Elements from `start` on <- values."""
         for part, overlap in self._overlapping_chunks(start, start + len(values)):
@@ -103,24 +109,6 @@ class StoredShard(ABC):
             low, high = max(start, part.start), min(stop, part.stop)
             if low < high:
                 yield part, slice(low - part.start, high - part.start)
-
-
-@dataclass(frozen=True)
-class StateSegment:
-    """A segment of one kind of a shard."""
-
-    shard: StoredShard
-    kind: str
-    start: int
-    count: int
-
-    def fetch(self) -> Tensor:
-        """The elements: a view if they are in memory, or a copy read from NVMe."""
-        if self.shard.is_in_memory:
-            return self.shard.view(self.kind)[self.start : self.start + self.count]
-        copy = torch.empty(self.count, dtype=self.shard.dtype)
-        self.shard.read(self.kind, self.start, copy)
-        return copy
 
 
 class StorageBackend(ABC):
@@ -181,7 +169,6 @@ class EngineStorage:
         self.params.close()
 
 
-@final
 class DeviceShard(StoredShard):
     """Tensors on the device; `open` yields the tensors themselves."""
 
@@ -219,7 +206,6 @@ class DeviceStorage(StorageBackend):
             yield [shard.tensors for shard, _ in step if isinstance(shard, DeviceShard)]
 
 
-@final
 class HostShard(StoredShard):
     """A shard in host memory; `open` gives views. Reads wait for pending copies and updates first."""
 
@@ -315,7 +301,6 @@ class _DeviceChunkBuffers:
     copies_to_host: Sequence[CopyEvent] = ()
 
 
-@final
 class StreamingHostStorage(HostStorage):
     """Chunks are copied to the device, updated there and copied back."""
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from itertools import accumulate
 from pathlib import Path
 from threading import BoundedSemaphore, Lock
-from typing import Literal, final
+from typing import Literal
 from weakref import WeakSet
 
 from torch import Tensor, uint8
@@ -55,10 +55,6 @@ class AioSettings:
     # One more thread, so that a block is checksummed while the disk works on another.
     overlap_events: bool = True
 
-    @property
-    def bytes_per_call(self) -> int:
-        return round_up_to_page(self.block_size * (1 if self.single_submit else self.queue_depth))
-
 
 class IoThreads:
     """Threads that read, or write, all files of a drive; at most `slots` of them are in a system call."""
@@ -68,7 +64,6 @@ class IoThreads:
         self.threads = ThreadPoolExecutor(aio.intra_op_parallelism + aio.overlap_events, f"swap files: {name}")
 
 
-@final
 class SwapDrive:
     """The folder and the I/O threads for the swap files of one engine on one rank."""
 
@@ -161,13 +156,13 @@ class _SwapTile:
     reads: list[SwapRequest] = field(default_factory=list)
 
 
-@final
 class AsyncSwapFile:
     def __init__(self, drive: SwapDrive, name: str, sizes: Sequence[int]) -> None:
         """Create a file with one tile for each of `sizes` (bytes). Raises StorageError if the disk is full."""
         self.description = f"swap file {name} in {drive.path}"
         self.read_bytes = self.written_bytes = 0  # requested so far, without padding
-        self._drive, self._block_bytes = drive, drive.aio.bytes_per_call
+        self._drive, aio = drive, drive.aio
+        self._block_bytes = round_up_to_page(aio.block_size * (1 if aio.single_submit else aio.queue_depth))
         offsets = [0, *accumulate(map(round_up_to_page, sizes))]
         self._tiles = [_SwapTile(number, offset, size) for number, (offset, size) in enumerate(zip(offsets, sizes))]
         self._failed_writes: list[tuple[_SwapTile, SwapRequest]] = []

@@ -256,7 +256,6 @@ def rejoin(folder: Path) -> None:
         rewrite(folder / name, lambda value: value["origin"].update(now))
     for path in folder.glob("*.safetensors"):
         set_header(path, lambda header: header["__metadata__"].update({key: str(value) for key, value in now.items()}))
-    rewrite(folder / "config.json", lambda value: body["config"])
     reseal(folder)
 
 

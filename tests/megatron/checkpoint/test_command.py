@@ -168,7 +168,7 @@ def test_a_root_without_a_tag_that_can_be_read_recommends_none(root: Path, capsy
 def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
                                                     ) -> None:
     monkeypatch.chdir(tmp_path)
-    for name in ("rank0.safetensors", "rank1.json", "shared.json", "config.json", "manifest.json", "latest"):
+    for name in ("rank0.safetensors", "rank1.json", "shared.json", "manifest.json", "latest"):
         path = root / name if name == "latest" else root / "global_step2" / name
         before = path.read_bytes()
         for protocol in (0, 5):

@@ -31,7 +31,7 @@ from tests.megatron.checkpoint.made import (Grid, open_quietly, redigest, rejoin
 from tests.megatron.helpers import TINY, train
 
 TAG = "global_step1"
-FILES = (MANIFEST, "shared.json", "config.json", *(f"rank{k}.json" for k in range(4)),
+FILES = (MANIFEST, "shared.json", *(f"rank{k}.json" for k in range(4)),
          *(f"rank{k}.safetensors" for k in range(4)))
 
 
@@ -130,8 +130,7 @@ def test_no_mix_is_accepted(tags: dict[str, Path], tmp_path: Path) -> None:
             for seals in (False, True) if len(files) == 1 else (number % 2 == 0,):
                 if seals:
                     reseal(folder)
-                is_for_people = {here for _, here in files} == {"config.json"}
-                check_all_refuse(tmp_path, other, files, seals, but="zero_to_fp32" if is_for_people else "")
+                check_all_refuse(tmp_path, other, files, seals)
             tried += 1
         shutil.rmtree(folder)
     assert tried >= 150, tried
@@ -320,7 +319,7 @@ def test_readers_understand_or_refuse(seeds: range, run: Path, tmp_path: Path) -
     save_grid(tmp_path / "made", Grid(1, 2))
     before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     for tag in (tmp_path / "made" / TAG, run):
-        assert sweep(tag, tmp_path / "copy", seeds, READERS) > 0.6 * len(seeds)
+        assert sweep(tag, tmp_path / "copy", seeds, READERS) > 0.4 * len(seeds)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 200 << 10
 
 

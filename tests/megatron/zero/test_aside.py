@@ -68,7 +68,7 @@ def test_training_goes_on_bit_for_bit(rank: int, world: int, tmp_path: Path) -> 
             for states in (STATES, STATES[:1], STATES[1:3]):
                 assert engine.offload_states(states, pinned=True, non_blocking=False)
                 assert states is not STATES or on_device(engine) == 0, cell
-                engine.reload_states(non_blocking=states is not STATES)
+                engine.state_offloader.reload(non_blocking=states is not STATES)
             rest = outcome(engine, rows[3:])
             assert alike([losses + rest[0], *rest[1:]], expected), cell
             engine.detach()

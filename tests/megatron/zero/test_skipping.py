@@ -111,7 +111,7 @@ def test_so_many_in_a_row_end_the_run_and_the_first_steps_are_strict(side: str, 
 
 QUESTIONS: dict[str, Callable[[Engine], object]] = {
     "the report": lambda engine: engine.core.last_report and engine.core.last_report.extra_scalars,
-    "the norm": Engine.get_global_grad_norm,
+    "the norm": lambda engine: engine.get_global_grad_norm(),
     "whether it was applied": lambda engine: engine.was_step_applied(),
     "skipped steps": lambda engine: engine.skipped_steps,
     "steps of the optimizer": lambda engine: engine.core.counters.optimizer_steps,
