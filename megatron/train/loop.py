@@ -164,7 +164,7 @@ class Trainer:
         """One optimizer step: forward and backward of each micro-batch, then the update. The loss sum and the stop
         requests are reduced over the ranks in the all-reduce of the step, as extra scalars."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
-        if len(batches) != self.engine.gradient_accumulation_steps():  # --rampup-batch-size
+        if len(batches) != self.engine.core.accumulation_steps:  # --rampup-batch-size
             self.engine.finish_step()
             self.engine.set_train_batch_size(len(batches) * self.sampler.micro_batch * self.sampler.dp_size)
         for batch in batches:

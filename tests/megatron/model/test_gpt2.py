@@ -195,7 +195,7 @@ def joined(by_rank: Sequence[Weights]) -> dict[str, torch.Tensor]:
 
 
 LLAMA_LIKE: dict[str, Any] = {"position_embedding_type": "rope", "normalization": "RMSNorm", "qk_norm": True,
-                             "num_query_groups": 2, "activation": "swiglu", "z_loss": 1e-3}
+                              "num_query_groups": 2, "activation": "swiglu", "z_loss": 1e-3}
 
 
 @pytest.mark.parametrize("shape, runs", [({}, RUNS), (LLAMA_LIKE, RUNS[3:4])], ids=["GPT-2", "like Llama"])
