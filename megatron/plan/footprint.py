@@ -393,9 +393,11 @@ class Activations:
         self.gathered_bytes = tokens * model.hidden_size * param_bytes  # [T, h] of the residual stream, all positions
         self.residual_bytes = self.gathered_bytes // shards  # those of this rank
         self.mlp_bytes = tokens * model.ffn_size // tp * param_bytes  # [T, f/t] inside the MLP
-        self.layernorm_stats = 2 * tokens // shards * (FP32 if on_gpu else param_bytes)  # of one LayerNorm
+        self.norm_bytes = 2 * tokens // shards * (FP32 if on_gpu else param_bytes)  # of one LayerNorm
         if shards > 1:
-            self.layernorm_stats += 2 * model.hidden_size * param_bytes  # weight and bias, stacked
+            self.norm_bytes += 2 * model.hidden_size * param_bytes  # weight and bias, stacked
+        if model.normalization == "RMSNorm" and not on_gpu:  # not fused there: x / rms(x) is kept too
+            self.norm_bytes += self.residual_bytes
         mask_bytes = 1 if on_gpu else param_bytes
         dropout_mask = tokens // shards * model.hidden_size * mask_bytes if model.hidden_dropout else 0
 
@@ -416,10 +418,10 @@ class Activations:
         streams = 4 * self.residual_bytes  # inputs of two LayerNorms, of the q, k, v projection and of the MLP
         # Everything one block saves, its input included (the next block's input is its output).
         in_mlp = 4 if model.activation == "swiglu" else 2  # tensors [T, f/t]
-        self.block = streams + 2 * self.layernorm_stats + attention + in_mlp * self.mlp_bytes + 2 * dropout_mask
-        # gradients of the residual stream; of GELU's output, while that of its input is computed
-        # Peak of a block's backward beyond its saved tensors: gradients of activations.
-        self.block_backward = self.residual_bytes + self.mlp_bytes
+        self.block = streams + 2 * self.norm_bytes + attention + in_mlp * self.mlp_bytes + 2 * dropout_mask
+        # Peak of a block's backward beyond its saved tensors: gradients of the residual stream, and of the activation's
+        # output while that of its input is computed (of a square through two more tensors).
+        self.block_backward = self.residual_bytes + (3 if model.activation == "squared_relu" else 1) * self.mlp_bytes
         if is_unfused:
             freed = 2 * self.residual_bytes + 2 * self.mlp_bytes  # the second half of the block is done
             self.block_backward = max(self.block_backward, self.residual_bytes + 2 * scores - freed)

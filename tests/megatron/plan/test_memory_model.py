@@ -100,6 +100,8 @@ def check(world: int, runs: list[dict[str, Any]]) -> None:
     {}, {"bf16": True, "accumulation": 2, "zero_stage": 1}, {"fp16": True, "fp32_allreduce": True, "zero_stage": 3},
     {"hidden_dropout": 0.1, "attention_dropout": 0.1, "checkpoint_activations": True, "checkpoint_num_layers": 4},
     {"reset_attention_mask": True, "zero_stage": 2},
+    {"activation": "swiglu", "num_query_groups": 2, "zero_stage": 2},
+    {"position_embedding_type": "rope", "activation": "squared_relu"}, {"qk_norm": True, "normalization": "RMSNorm"},
 ], ids=str)
 def test_the_predicted_peak_of_one_process_is_the_measured_one(values: dict[str, Any]) -> None:
     check(1, [values])
