@@ -102,6 +102,22 @@ def ftfy_and(module: str, path: Path) -> Task:
     return lambda: [detect(text) and json.dumps(text) for text in map(ftfy.fix_text, texts_of(path))]
 
 
+def our_rules(path: Path) -> Task:
+    from data.webtext.documents import Document
+    from data.webtext.quality import make_quality, parse_rules
+
+    judge = make_quality(parse_rules(["gopher", "repetition", "fineweb"]))
+    return lambda: [judge(Document(text)) for text in texts_of(path)]
+
+
+def datatrove_rules(path: Path) -> Task:
+    from datatrove.data import Document
+    from datatrove.pipeline import filters
+
+    rules = filters.GopherQualityFilter(), filters.GopherRepetitionFilter(), filters.FineWebQualityFilter()
+    return lambda: [all(rule.filter(Document(text, id="")) is True for rule in rules) for text in texts_of(path)]
+
+
 def our_tokens(path: Path) -> Task:
     from data.preprocess import TextReadOptions, encode_chunk
     from data.text_files import read_line_chunks
@@ -144,6 +160,7 @@ GROUPS: dict[str, dict[str, Callable[[Path], Task]]] = {
     "cleaning": {"ours": our_cleaning, "ftfy": ftfy_alone},
     "cleaning and language": {"ours": our_cleaning_and_language, "ftfy + py3langid": partial(ftfy_and, "py3langid"),
                               "ftfy + langdetect": partial(ftfy_and, "langdetect")},
+    "quality rules": {"ours": our_rules, "datatrove": datatrove_rules},
     "tokens": {"ours": our_tokens, "tiktoken": tiktoken_tokens, "tokenizers (HF)": hf_tokens},
 }
 
