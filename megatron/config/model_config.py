@@ -102,14 +102,13 @@ class ModelConfig(ConfigSection):
 
     def flags_unlike_gpt2(self) -> list[str]:
         """The flags that make this another architecture than GPT-2's."""
-        names = [name for name in ("position_embedding_type", "normalization", "qk_norm", "activation")
-                 if getattr(self, name) != getattr(ModelConfig, name)]
-        grouped = ["num_query_groups"] * (self.kv_heads != self.num_attention_heads)
-        return [flag_name(name) for name in names + grouped]
+        names, own = "position_embedding_type normalization qk_norm activation num_query_groups", self.architecture()
+        return [flag_name(name) for name in names.split() if own[name] != getattr(ModelConfig, name)]
 
     def architecture(self) -> dict[str, Any]:
         """Field -> value, of the fields that must be equal in a model and the checkpoint it loads."""
-        effective = {"intermediate_size": self.ffn_size, "num_query_groups": self.kv_heads,
+        effective = {"intermediate_size": self.ffn_size,
+                     "num_query_groups": self.kv_heads if self.kv_heads != self.num_attention_heads else None,
                      "rotary_base": self.rotary_base if self.position_embedding_type == "rope" else None,
                      "tile_factor": self.tile_factor if self.memory_centric_tiled_linear else None}
         return {name: value for name, value in (asdict(self) | effective).items() if name not in _NOT_ARCHITECTURE}
