@@ -83,32 +83,6 @@ class _GatherLinear(torch.autograd.Function):
         return d_x, d_weight, rows.sum(0) if ctx.has_bias else None, None
 
 
-class SequenceParallelLayerNorm(nn.LayerNorm):
-    """A LayerNorm of this rank's positions while it trains: the gradients of weight and bias are summed over ranks."""
-
-    def __init__(self, size: int, eps: float, tp: Group) -> None:
-        super().__init__(size, eps=eps)
-        self.tp = tp
-
-    def forward(self, x: Tensor) -> Tensor:
-        if not self.training:
-            return super().forward(x)
-        weight, bias = copy_to_region(torch.stack([self.weight, self.bias]), self.tp)  # [2, h]: one all-reduce for both
-        return F.layer_norm(x, self.normalized_shape, weight, bias, self.eps)
-
-
-class SequenceParallelRMSNorm(nn.RMSNorm):
-    """The same of RMSNorm."""
-
-    def __init__(self, size: int, eps: float, tp: Group) -> None:
-        super().__init__(size, eps=eps)
-        self.tp = tp
-
-    def forward(self, x: Tensor) -> Tensor:
-        weight = copy_to_region(self.weight, self.tp) if self.training else self.weight
-        return F.rms_norm(x, self.normalized_shape, weight, self.eps)
-
-
 class _ParallelModule(nn.Module):
     """A module with one split weight; `reset_parameters` initializes it again."""
 
@@ -246,18 +220,19 @@ class RowParallelLinear(_ParallelModule):
 class VocabParallelEmbedding(_ParallelModule):
     """An embedding whose table is split along the vocabulary. weight [padded_size / tp, dim]. `num_embeddings` counts
     the real tokens; rows up to `padded_size` are zero and make the slices equal. A token outside the vocabulary raises
-    on CPU. On CUDA that check would synchronize, so the data layer has to refuse it."""
+    on CPU. On CUDA that check would synchronize, so the data layer has to refuse it. Without `reduce_results` the
+    result is this rank's term of the sum over ranks."""
 
     def __init__(self, num_embeddings: int, embedding_dim: int, init_method: InitMethod = nn.init.xavier_normal_, *,
-                 padded_size: int | None = None, tp: Group | None = None, dtype: torch.dtype | None = None,
-                 device: torch.device | str | None = None) -> None:
+                 padded_size: int | None = None, reduce_results: bool = True, tp: Group | None = None,
+                 dtype: torch.dtype | None = None, device: torch.device | str | None = None) -> None:
         padded = num_embeddings if padded_size is None else padded_size
         if padded < num_embeddings:
             raise ParallelError(f"padded size {padded} is smaller than the vocabulary {num_embeddings}: raise it")
         partition = Partition(0, size=num_embeddings)
         shapes = (num_embeddings, embedding_dim), (padded, embedding_dim)
         super().__init__(*shapes, partition, init_method, tp, dtype, device)
-        self.num_embeddings = num_embeddings
+        self.num_embeddings, self.reduce_results = num_embeddings, reduce_results
         self.vocab_range = split_range(self.tp.rank, self.tp.size, padded)
         # If set, the table's gradient is accumulated there, row by row, and autograd gets none.
         self.weight_main_grad: MainGrad | None = None
@@ -265,10 +240,6 @@ class VocabParallelEmbedding(_ParallelModule):
 
     def forward(self, tokens: Tensor) -> Tensor:
         """[...] integers -> [..., dim]."""
-        return reduce_from_region(self.partial_sum(tokens), self.tp)
-
-    def partial_sum(self, tokens: Tensor) -> Tensor:
-        """[...] integers -> [..., dim]; its sum over ranks is the embedding."""
         if not on_accelerator(tokens) and tokens.numel():
             low, high = (int(bound) for bound in torch.aminmax(tokens))
             if low < 0 or high >= self.num_embeddings:
@@ -276,11 +247,11 @@ class VocabParallelEmbedding(_ParallelModule):
                                     f"0..{self.num_embeddings - 1}: the data was made with another tokenizer")
         if self.tp.is_solo:
             return self._look_up(tokens)
-        # Rows of other ranks read as zero here; the sum over ranks has each row once. [..., dim]
+        # Rows of other ranks are zero here; the sum over ranks has each row once. [..., dim]
         start, stop = self.vocab_range
         not_local = (tokens < start) | (tokens >= stop)
-        rows = self._look_up((tokens - start).masked_fill(not_local, 0))
-        return rows.masked_fill(not_local.unsqueeze(-1), 0)
+        rows = self._look_up((tokens - start).masked_fill(not_local, 0)).masked_fill(not_local.unsqueeze(-1), 0)
+        return reduce_from_region(rows, self.tp) if self.reduce_results else rows
 
     def _look_up(self, rows: Tensor) -> Tensor:
         # On CUDA adding rows one by one is not deterministic, and torch's dense gradient is cheap.

@@ -22,6 +22,7 @@ group of one each function returns its argument. Collectives are out of place, s
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, cast
 
 import torch
@@ -30,6 +31,8 @@ from torch import Tensor
 from mpu.collectives import all_gather, all_reduce, reduce_scatter
 from mpu.groups import Group
 from mpu.split import split_range
+
+GroupOperation = Callable[[Tensor, Group], Tensor]
 
 
 def split_tensor_along_last_dim(x: Tensor, num_partitions: int,
@@ -45,47 +48,27 @@ def _my_slice(x: Tensor, tp: Group) -> Tensor:
     return x[..., start:stop].contiguous()  # [..., n] -> [..., n / tp]
 
 
-class _Copy(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return x.view_as(x)  # not the input itself: the result is another tensor of the graph
+class _RegionBorder(torch.autograd.Function):
+    """A row of the tables above: one operation in forward, its transpose in backward."""
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_reduce(grads[0], ctx.tp), None
-
-
-class _Reduce(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        return all_reduce(x, tp)
+    def forward(ctx: Any, x: Tensor, tp: Group, operation: GroupOperation, transpose: GroupOperation) -> Tensor:
+        ctx.tp, ctx.transpose = tp, transpose
+        return operation(x, tp)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return grads[0], None  # every rank's partial sum has the gradient of the sum
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
+        return ctx.transpose(grads[0], ctx.tp), None, None, None
 
 
-class _Scatter(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return _my_slice(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather(grads[0], ctx.tp), None  # [..., n / tp] -> [..., n]
+def _apply(x: Tensor, tp: Group, operation: GroupOperation, transpose: GroupOperation) -> Tensor:
+    if tp.is_solo:
+        return x
+    return cast(Tensor, _RegionBorder.apply(x, tp, operation, transpose))  # type: ignore[no-untyped-call]
 
 
-class _Gather(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return all_gather(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return _my_slice(grads[0], ctx.tp), None
+def _identity(x: Tensor, tp: Group) -> Tensor:
+    return x.view_as(x)  # not the input itself: the result is another tensor of the graph
 
 
 def all_gather_positions(x: Tensor, tp: Group) -> Tensor:
@@ -98,60 +81,34 @@ def reduce_scatter_positions(x: Tensor, tp: Group) -> Tensor:
     return reduce_scatter(x.flatten(0, 1), tp).view(len(x), -1, *x.shape[2:])
 
 
-class _GatherSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return all_gather_positions(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return reduce_scatter_positions(grads[0], ctx.tp), None
-
-
-class _ReduceScatterSequence(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, tp: Group) -> Tensor:
-        ctx.tp = tp
-        return reduce_scatter_positions(x, tp)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
-        return all_gather_positions(grads[0], ctx.tp), None
-
-
-def _apply(function: type[torch.autograd.Function], x: Tensor, tp: Group) -> Tensor:
-    return x if tp.is_solo else cast(Tensor, function.apply(x, tp))
-
-
 def copy_to_region(x: Tensor, tp: Group) -> Tensor:
     """Replicated -> replicated; each rank uses it differently, so backward sums the gradients."""
-    return _apply(_Copy, x, tp)
+    return _apply(x, tp, _identity, all_reduce)
 
 
 def reduce_from_region(x: Tensor, tp: Group) -> Tensor:
     """Partial sums -> their sum, replicated."""
-    return _apply(_Reduce, x, tp)
+    return _apply(x, tp, all_reduce, _identity)
 
 
 def scatter_to_region(x: Tensor, tp: Group) -> Tensor:
     """Replicated [..., n] -> this rank's slice [..., n / tp]."""
-    return _apply(_Scatter, x, tp)
+    return _apply(x, tp, _my_slice, all_gather)
 
 
 def gather_from_region(x: Tensor, tp: Group) -> Tensor:
     """This rank's slice [..., n / tp] -> all slices [..., n], replicated."""
-    return _apply(_Gather, x, tp)
+    return _apply(x, tp, all_gather, _my_slice)
 
 
 def gather_from_sequence_region(x: Tensor, tp: Group) -> Tensor:
     """This rank's positions [b, s / tp, ...] -> all [b, s, ...]; each rank uses them differently, so backward sums."""
-    return _apply(_GatherSequence, x, tp)
+    return _apply(x, tp, all_gather_positions, reduce_scatter_positions)
 
 
 def reduce_scatter_to_sequence_region(x: Tensor, tp: Group) -> Tensor:
     """Partial sums [b, s, ...] -> their sum at this rank's positions, [b, s / tp, ...]."""
-    return _apply(_ReduceScatterSequence, x, tp)
+    return _apply(x, tp, reduce_scatter_positions, all_gather_positions)
 
 
 def replicated_to_partial(x: Tensor, tp: Group) -> Tensor:

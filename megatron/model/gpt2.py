@@ -20,13 +20,13 @@ from torch import Tensor, nn
 
 from megatron import layer_drop
 from megatron.config.tree import ModelConfig, require
-from megatron.model.transformer import Block, GPT2Init, document_mask, rotary_table
+from megatron.model.transformer import Block, GPT2Init, Norm, document_mask, rotary_table
 from mpu.cross_entropy import linear_cross_entropy
 from mpu.device import on_accelerator
 from mpu.groups import SOLO, Group
 from mpu.layers import VocabParallelEmbedding, linear
 from mpu.random import get_rng_tracker
-from mpu.regions import (copy_to_region, gather_from_region, gather_from_sequence_region,
+from mpu.regions import (copy_to_region, gather_from_region, gather_from_sequence_region, reduce_from_region,
                          reduce_scatter_to_sequence_region, replicated_to_partial)
 from mpu.split import pad_vocab
 
@@ -42,13 +42,13 @@ class GPT2(nn.Module):
         init = GPT2Init(config.init_method_std, config.num_layers, seed, deferred)
         padded = pad_vocab(config.known_vocab_size, config.make_vocab_size_divisible_by, tp.size)
         self.wte = VocabParallelEmbedding(config.known_vocab_size, config.hidden_size, init.weight("wte.weight"),
-                                          padded_size=padded, tp=tp)
+                                          padded_size=padded, reduce_results=False, tp=tp)
         self.wpe = None
         if config.position_embedding_type == "learned_absolute":
             self.wpe = init.embedding("wpe.weight", config.max_position_embeddings, config.hidden_size)
         self.blocks = nn.ModuleList(Block(config, init.submodule(f"blocks.{number}"), tp, self.sequence_parallel)
                                     for number in range(config.num_layers))
-        self.ln_f = init.norm(config, tp if self.sequence_parallel else SOLO)
+        self.ln_f = Norm(config, tp if self.sequence_parallel else SOLO)
         # run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it.
         self.run_blocks: Callable[..., Tensor] = run_in_order
         # Called with the blocks that run, if layer dropping leaves some out.
@@ -112,16 +112,14 @@ class GPT2(nn.Module):
             require(length <= longest, f"a sequence of {length} tokens is longer than the {longest} positions of the "
                     "model; cut it, or give ModelConfig a larger max_position_embeddings")
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte.partial_sum(tokens) if self.positions_are_split else self.wte(tokens)
+        x = self.wte(tokens)  # of other ranks' tokens zeros
         rotary = None
         if self.wpe is None:
             rotary = rotary_table(positions, self.config.head_size, self.config.rotary_base, x.dtype)
-        elif self.positions_are_split:
-            x = x + replicated_to_partial(self.wpe(positions), self.tp)
         else:
-            x = x + self.wpe(positions)
-        if self.positions_are_split:  # [b, s, h] -> [b, s / tp, h]
-            x = reduce_scatter_to_sequence_region(x, self.tp)
+            x = x + replicated_to_partial(self.wpe(positions), self.tp)
+        # [b, s, h] -> [b, s / tp, h] or [b, s, h]
+        x = (reduce_scatter_to_sequence_region if self.positions_are_split else reduce_from_region)(x, self.tp)
         if self.config.hidden_dropout:
             x = F.dropout(x, self.config.hidden_dropout, self.training)
         mask = None if segments is None else document_mask(segments)

@@ -13,8 +13,10 @@ stay empty, and the engine draws its shards (zero/deferred_init.py).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import nullcontext
 from dataclasses import replace
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +24,9 @@ from torch import Tensor, nn
 
 from megatron.config.tree import ModelConfig
 from mpu.groups import SOLO, Group
-from mpu.layers import ColumnParallelLinear, RowParallelLinear, SequenceParallelLayerNorm, SequenceParallelRMSNorm
+from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.random import get_rng_tracker
+from mpu.regions import copy_to_region
 from mpu.weight_init import (ConstantInitializer, CounterRNGInit, NormalInitializer, allocate_weight, rng_key,
                              set_initializer, strided_segments_of)
 
@@ -48,21 +51,6 @@ class GPT2Init:
     def residual_weight(self, name: str) -> CounterRNGInit:
         return replace(self.weight(name), std=self._std / math.sqrt(2.0 * self._layers))
 
-    def norm(self, config: ModelConfig, sequence_group: Group) -> nn.LayerNorm | nn.RMSNorm:
-        """Weight 1, and bias 0 if it has one; of positions that are split over `sequence_group`."""
-        size, eps = config.hidden_size, config.layernorm_epsilon
-        norm: nn.LayerNorm | nn.RMSNorm
-        if config.normalization == "RMSNorm":
-            norm = nn.RMSNorm(size, eps) if sequence_group.is_solo else SequenceParallelRMSNorm(
-                size, eps, sequence_group)
-        else:
-            norm = nn.LayerNorm(size, eps) if sequence_group.is_solo else SequenceParallelLayerNorm(
-                size, eps, sequence_group)
-        for name, parameter in norm.named_parameters():
-            value = ConstantInitializer(1.0 if name == "weight" else 0.0)
-            set_initializer(parameter, value, deferred=True)  # torch has already filled it
-        return norm
-
     def embedding(self, name: str, rows: int, width: int) -> nn.Embedding:
         """An embedding that is replicated over tensor parallel."""
         draw, values = self.weight(name), allocate_weight((rows, width), self._deferred)
@@ -72,6 +60,27 @@ class GPT2Init:
         embedding = nn.Embedding(rows, width, _weight=values)
         set_initializer(embedding.weight, source, deferred=True)
         return embedding
+
+
+class Norm(nn.Module):
+    """LayerNorm, or RMSNorm, which has no bias; in training of positions that are split over `sequence_group`."""
+
+    def __init__(self, config: ModelConfig, sequence_group: Group) -> None:
+        super().__init__()
+        self.eps, self.sequence_group = config.layernorm_epsilon, sequence_group
+        self.weight = nn.Parameter(torch.ones(config.hidden_size))
+        self.bias = None if config.normalization == "RMSNorm" else nn.Parameter(torch.zeros(config.hidden_size))
+        for name, parameter in self.named_parameters():  # which torch has already filled
+            set_initializer(parameter, ConstantInitializer(1.0 if name == "weight" else 0.0), deferred=True)
+
+    def forward(self, x: Tensor) -> Tensor:
+        parameters: Sequence[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
+        if self.training and not self.sequence_group.is_solo:
+            # Each rank has other positions: one all-reduce sums the gradients of both, [1 or 2, h].
+            parameters = copy_to_region(torch.stack([*parameters]), self.sequence_group).unbind()
+        if self.bias is None:
+            return F.rms_norm(x, x.shape[-1:], parameters[0], self.eps)
+        return F.layer_norm(x, x.shape[-1:], parameters[0], parameters[1], self.eps)
 
 
 class Attention(nn.Module):
@@ -85,15 +94,12 @@ class Attention(nn.Module):
         self.head_width = config.head_size
         self.dropout, self.qk_norm = config.attention_dropout, config.qk_norm
         self.forks_rng = tp.size > 1 and not sequence_parallel  # GPT2.forward does so for all dropout then
+        column = partial(ColumnParallelLinear, h, gather_output=False, sequence_parallel=sequence_parallel, tp=tp)
         if self.kv_heads == self.heads:
-            self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"),
-                                            stride=3, sequence_parallel=sequence_parallel, tp=tp)
+            self.qkv = column(3 * h, init_method=init.weight("qkv.weight"), stride=3)
         else:
-            self.q = ColumnParallelLinear(h, h, gather_output=False, init_method=init.weight("q.weight"),
-                                          sequence_parallel=sequence_parallel, tp=tp)
-            self.kv = ColumnParallelLinear(h, 2 * config.kv_heads * self.head_width, gather_output=False,
-                                           init_method=init.weight("kv.weight"), stride=2,
-                                           sequence_parallel=sequence_parallel, tp=tp)
+            self.q = column(h, init_method=init.weight("q.weight"))
+            self.kv = column(2 * config.kv_heads * self.head_width, init_method=init.weight("kv.weight"), stride=2)
         self.proj = RowParallelLinear(h, h, input_is_parallel=True, init_method=init.residual_weight("proj.weight"),
                                       sequence_parallel=sequence_parallel, tp=tp)
 
@@ -106,17 +112,8 @@ class Attention(nn.Module):
             q, k = (F.rms_norm(part, (self.head_width,)) for part in (q, k))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
-        if cached is not None:
-            return self.proj(cached(q, k, v).flatten(2))  # type: ignore[no-any-return]
-        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [b, s, n or g, d] -> [b, n or g, s, d]
-        dropout = self.dropout if self.training else 0.0
-        if dropout and self.forks_rng:  # each rank has other heads, so their dropout masks must differ
-            with get_rng_tracker().fork():
-                y = self._attend(q, k, v, mask, dropout)
-        else:
-            y = self._attend(q, k, v, mask, dropout)
-        # [b, n, s, d] -> [b, s, nd]
-        return self.proj(y.transpose(1, 2).reshape(b, s, self.heads * self.head_width))  # type: ignore[no-any-return]
+        y = self._attend(q, k, v, mask) if cached is None else cached(q, k, v)
+        return self.proj(y.flatten(2))  # type: ignore[no-any-return]  # [b, s, n, d] -> [b, s, nd]
 
     def _project(self, x: Tensor) -> tuple[Tensor, ...]:
         """[b, s, h] -> [b, s, nd] of q, [b, s, gd] of k and of v."""
@@ -125,10 +122,14 @@ class Attention(nn.Module):
             return self.qkv(x).split(width, dim=-1)  # type: ignore[no-any-return]  # its gradient is one copy
         return (self.q(x), *self.kv(x).split(width, dim=-1))
 
-    @staticmethod
-    def _attend(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
-                                              enable_gqa=q.shape[1] != k.shape[1])
+    def _attend(self, q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None) -> Tensor:
+        q, k, v = (part.transpose(1, 2) for part in (q, k, v))  # [b, s, n or g, d] -> [b, n or g, s, d]
+        dropout = self.dropout if self.training else 0.0
+        # each rank has other heads, so their dropout masks must differ
+        with get_rng_tracker().fork() if dropout and self.forks_rng else nullcontext():
+            y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None,
+                                               enable_gqa=self.kv_heads != self.heads)
+        return y.transpose(1, 2)
 
 
 def rotary_table(positions: Tensor, head_width: int, base: float, dtype: torch.dtype) -> Tensor:
@@ -178,9 +179,9 @@ class Block(nn.Module):
         super().__init__()
         sequence_group = tp if sequence_parallel else SOLO
         self.dropout = config.hidden_dropout
-        self.ln_1 = init.norm(config, sequence_group)
+        self.ln_1 = Norm(config, sequence_group)
         self.attn = Attention(config, init.submodule("attn"), tp, sequence_parallel)
-        self.ln_2 = init.norm(config, sequence_group)
+        self.ln_2 = Norm(config, sequence_group)
         self.mlp = MLP(config, init.submodule("mlp"), tp, sequence_parallel)
 
     def forward(self, x: Tensor, mask: Tensor | None = None, rotary: Tensor | None = None, scale: float | None = None,

@@ -112,9 +112,9 @@ def dropout_masks(rank: int, world: int, sequence_parallel: bool = False) -> tup
     attention = model.blocks[0].attn
     plain = attention._attend
 
-    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object, dropout: float) -> torch.Tensor:
+    def attend(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, mask: object) -> torch.Tensor:
         # With q, k = 0 and v = 1 the result shows how many weights of each row were dropped.
-        y = plain(q * 0, k * 0, torch.ones_like(v), mask, dropout)
+        y = plain(q * 0, k * 0, torch.ones_like(v), mask)
         values.append(y.detach().clone())
         return y
 
