@@ -20,7 +20,7 @@ Tests: test_cross_entropy.py (all layouts), kernel_cases.py (the Triton kernels)
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, cast
 
@@ -56,7 +56,6 @@ class VocabShard:
     first_id: int
     num_columns: int
     z_loss: float = 0.0
-    sums_hidden_grad: bool = True
 
     @staticmethod
     def of(local_size: int, tp: Group, vocab_size: int | None, z_loss: float = 0.0) -> VocabShard:
@@ -83,8 +82,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | Non
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *,
                          vocab_size: int | None = None, loss_weight: Tensor | None = None, grad_scale: float = 1.0,
-                         weight_main_grad: MainGrad | None = None, z_loss: float = 0.0,
-                         sums_hidden_grad: bool = True) -> Tensor:
+                         weight_main_grad: MainGrad | None = None, z_loss: float = 0.0) -> Tensor:
     """The loss of logits hidden @ weight.T without materializing them: hidden [N, H], weight [V / tp, H], target [N].
 
     With `loss_weight` [N]: the weighted mean of the losses (0 if all weights are 0). Forward computes its gradients,
@@ -93,10 +91,9 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
 
     Without it: the losses [N]. Backward computes the logits again, since the gradient of each loss is not known before.
 
-    `hidden` is replicated over tp, and its gradient comes back summed: no `copy_to_region` before it. Without
-    `sums_hidden_grad` it is this rank's term, for the backward of `gather_from_sequence_region`."""
-    shard = replace(VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size, z_loss),
-                    sums_hidden_grad=sums_hidden_grad)
+    `hidden` is replicated over tp, and its gradient is the term of this rank's columns: `copy_to_region` or
+    `gather_from_sequence_region` comes before, as with vocab_parallel_cross_entropy."""
+    shard = VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size, z_loss)
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
@@ -139,9 +136,6 @@ def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabSh
             torch.mm(logits, weight, out=d_hidden[chunk])
         if total is not None:
             accumulate_weight_grad(total, logits, x, start == 0)
-    # Each rank has the part of its columns; hidden is replicated, so the gradient is the sum over ranks. [N, H]
-    if d_hidden is not None and shard.sums_hidden_grad:
-        d_hidden = all_reduce(d_hidden, shard.tp)
     if total is None or weight_buffer is None:
         return losses, d_hidden, None if total is None else total.to(weight.dtype)
     if total is not weight_buffer:

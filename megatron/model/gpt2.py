@@ -95,8 +95,7 @@ class GPT2(nn.Module):
         return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
                                     vocab_size=self.config.known_vocab_size, loss_weight=weight.flatten(),
                                     grad_scale=grad_scale, weight_main_grad=self.wte.weight_main_grad,
-                                    z_loss=self.config.z_loss if self.training else 0.0,
-                                    sums_hidden_grad=not self.positions_are_split)
+                                    z_loss=self.config.z_loss if self.training else 0.0)
 
     def _choose_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
         """The blocks that run in this step. The others are not called, so the engine does not gather them."""
@@ -124,16 +123,16 @@ class GPT2(nn.Module):
             x = F.dropout(x, self.config.hidden_dropout, self.training)
         mask = None if segments is None else document_mask(segments)
         x = self.run_blocks(list(self.blocks if blocks is None else blocks), x, mask, rotary)
-        x = self.ln_f(x)
-        return gather_from_sequence_region(x, self.tp) if self.positions_are_split else x
+        # For this rank's columns of the logits: backward sums the gradients over ranks.
+        return (gather_from_sequence_region if self.positions_are_split else copy_to_region)(self.ln_f(x), self.tp)
 
     def logits(self, x: Tensor) -> Tensor:
-        """[..., h] -> [..., V] over the whole real vocabulary, on every rank."""
+        """Hidden states [..., h] -> [..., V] over the whole real vocabulary, on every rank."""
         return gather_from_region(self.local_logits(x), self.tp)[..., : self.config.known_vocab_size]
 
     def local_logits(self, x: Tensor) -> Tensor:
         """[..., h] -> [..., padded V / tp]: this rank's columns, including padding."""
-        return linear(x if self.positions_are_split else copy_to_region(x, self.tp), self.wte.weight)
+        return linear(x, self.wte.weight)
 
 
 def run_in_order(blocks: Sequence[Callable[..., Tensor]], x: Tensor, *args: Any) -> Tensor:

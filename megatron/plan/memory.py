@@ -119,8 +119,7 @@ def _init_phase(run: PlannedRun) -> PhaseMemory:
 def _loss_phase(run: PlannedRun, first: bool) -> PhaseMemory:
     acts = run.activations
     alive = acts.before_blocks + acts.alive_at_loss() + acts.residual_bytes + acts.norm_bytes
-    # the last LayerNorm's output, its gradient, the latter's sum
-    ends = (3 if run.tp > run.sequence_shards else 2) * acts.gathered_bytes
+    ends = 2 * acts.gathered_bytes  # the last LayerNorm's output and its gradient
     kept, whole = _gradient_bytes(run, run.num_layers, first, True)
     fresh = first or run.policy.grads_are_sharded
     return _step_phase(run, "loss", kept, alive + ends,

@@ -15,6 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from mpu import device
 from mpu.cross_entropy import SLAB_COLUMNS, linear_cross_entropy, vocab_parallel_cross_entropy
 from mpu.groups import SOLO, Group, build
+from mpu.regions import copy_to_region
 from tests.distributed import on_ranks, run_ranks
 from tests.wires import accelerator_side
 
@@ -120,7 +121,7 @@ def _from_hidden(rank: int, world: int, tp: Group, dtype: torch.dtype, mean: boo
     local = weight.chunk(world)[rank].clone().requires_grad_()
     given: dict[str, Any] = {"vocab_size": VOCAB, "loss_weight": loss_weight if mean else None, "z_loss": z_loss}
     with in_chunks_of(chunk_rows):
-        result = linear_cross_entropy(hidden, local, target, tp, grad_scale=scale, **given)
+        result = linear_cross_entropy(copy_to_region(hidden, tp), local, target, tp, grad_scale=scale, **given)
         total = result if mean else (result * loss_weight).sum() / loss_weight.sum()
         (total * 8).backward()
     with torch.no_grad(), in_chunks_of(5):
