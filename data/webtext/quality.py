@@ -39,7 +39,7 @@ EMAIL_MARK, IP_MARK = "email@example.com", "192.0.2.1"  # names and numbers that
 
 
 class TextStatistics:
-    """What the rules measure, each computed once."""
+    """A text, and its words, lines and paragraphs, each computed when a rule first asks for it."""
 
     def __init__(self, text: str) -> None:
         self.text = text
@@ -66,18 +66,14 @@ class TextStatistics:
         return self.hashed.stops - self.hashed.starts
 
 
-def share(values: Iterable[object]) -> float:
+def share(values: Iterable[bool]) -> float:
     """The fraction of true values; 0 of none."""
-    found = [bool(value) for value in values]
+    found = [*values]
     return sum(found) / max(1, len(found))
 
 
-def words_share(of: Callable[[str], object], text: TextStatistics) -> float:
-    return share(map(of, text.words))
-
-
-def lines_share(of: Callable[[str], object], text: TextStatistics) -> float:
-    return share(map(of, text.lines))
+def mean_word_length(text: TextStatistics) -> float:
+    return sum(map(len, text.words)) / max(1, len(text.words))
 
 
 def repeated_share(parts: Sequence[str], by_characters: bool) -> float:
@@ -126,13 +122,13 @@ RULES: dict[str, dict[str, Rule]] = {
     "gopher": {
         "min-words": Rule(lambda text: len(text.words), 50, True),
         "max-words": Rule(lambda text: len(text.words), 100_000),
-        "min-word-length": Rule(lambda text: sum(map(len, text.words)) / max(1, len(text.words)), 3, True),
-        "max-word-length": Rule(lambda text: sum(map(len, text.words)) / max(1, len(text.words)), 10),
+        "min-word-length": Rule(mean_word_length, 3, True),
+        "max-word-length": Rule(mean_word_length, 10),
         "hashes": Rule(lambda text: text.text.count("#") / max(1, len(text.words)), 0.1),
         "ellipses": Rule(lambda text: sum(map(text.text.count, ELLIPSES)) / max(1, len(text.words)), 0.1),
-        "bullet-lines": Rule(partial(lines_share, lambda line: line.startswith(BULLETS)), 0.9),
-        "ellipsis-lines": Rule(partial(lines_share, lambda line: line.endswith(ELLIPSES)), 0.3),
-        "words-with-letters": Rule(partial(words_share, lambda word: any(map(str.isalpha, word))), 0.8, True),
+        "bullet-lines": Rule(lambda text: share(line.startswith(BULLETS) for line in text.lines), 0.9),
+        "ellipsis-lines": Rule(lambda text: share(line.endswith(ELLIPSES) for line in text.lines), 0.3),
+        "words-with-letters": Rule(lambda text: share(any(map(str.isalpha, word)) for word in text.words), 0.8, True),
         "stop-words": Rule(lambda text: len(STOP_WORDS.intersection(map(str.lower, text.words))), 2, True)},
     "repetition": {
         "repeated-lines": Rule(lambda text: repeated_share(text.lines, False), 0.3),
@@ -142,8 +138,8 @@ RULES: dict[str, dict[str, Rule]] = {
         **{f"top-{n}-gram": Rule(partial(top_ngram_share, n), limit) for n, limit in ((2, 0.2), (3, 0.18), (4, 0.16))},
         **{f"repeated-{n}-grams": Rule(partial(repeated_ngram_share, n), (20 - n) / 100) for n in range(5, 11)}},
     "fineweb": {
-        "finished-lines": Rule(partial(lines_share, lambda line: line.endswith(LINE_ENDS)), 0.12, True),
-        "short-lines": Rule(partial(lines_share, lambda line: len(line) < SHORT_LINE), 0.67),
+        "finished-lines": Rule(lambda text: share(line.endswith(LINE_ENDS) for line in text.lines), 0.12, True),
+        "short-lines": Rule(lambda text: share(len(line) < SHORT_LINE for line in text.lines), 0.67),
         "fineweb-repeated-line-characters": Rule(lambda text: repeated_share(text.lines, True), 0.1)},
     "c4": {
         "sentences": Rule(lambda text: len(SENTENCE.findall(text.text)), 5, True),

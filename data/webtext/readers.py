@@ -250,14 +250,14 @@ def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptio
 
 
 def _warc_records(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
-    """Pages that servers gave (`response`), and texts made of pages (`conversion`, in WET files). Raises OSError at
-    damage."""
+    """Pages that servers gave (`response`, and `resource`, which has no HTTP header), and texts made of pages
+    (`conversion`, in WET files). Raises OSError at damage."""
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
     kinds = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
     for record in ArchiveIterator(file, stream_detect=False, record_types=kinds, parse_http=False):
         offset, size, url = record.stream_pos, record.content_length, record.headers.get("WARC-Target-URI")
-        kind: str | None = "text"
+        kind = "text"
         content: bytes | None = record.reader.read(options.max_bytes)
         found = len(content or b"")
         while found < size and (more := record.reader.read(ARRAY_READ_BYTES)):  # too long, but is it complete?
@@ -268,12 +268,12 @@ def _warc_records(file: DecompressedFile, source: SourceFile, options: WebReadOp
             record.set_bytes_content(content)
             record.parse_http(auto_decode="all")  # also what is compressed or in chunks
             content, status = record.reader.read(options.max_bytes + 1), record.http_headers.status_code
-            kind = PAGE_TYPES.get((record.http_content_type or "").lower())
-            if status != 200 or kind is None:
+            kind = PAGE_TYPES.get((record.http_content_type or "").lower(), "")
+            if status != 200 or not kind:
                 reason = f"status {status}" if status != 200 else "no page"
                 yield ReadResult(source, offset, size, Document("", url, {"file": source.name}), (), reason)
                 continue
-        value, repairs = _parse_raw(replace(source, format=kind or "text"), offset, content,
+        value, repairs = _parse_raw(replace(source, format=kind), offset, content,
                                     replace(options, charset=options.charset or record.http_charset))
         yield ReadResult(source, offset, size, replace(value, url=url) if isinstance(value, Document) else value,
                          repairs)

@@ -6,7 +6,8 @@
 
 A row is one slot of the batch. Prompts are packed one behind the other, without padding. On a GPU the decode step
 is captured as CUDA graphs: one for each power of two of rows and of KV positions, captured when first needed; the
-rows and positions beyond the batch are masked. Shapes: b rows, s positions, n heads of this rank, d head width.
+rows and positions beyond the batch are masked. Shapes: b rows, s positions, n heads of this rank, g of them with keys
+and values, d head width.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class Decoder:
                                  positions or model.config.max_position_embeddings)
         self._blocks = [cast(Block, block) for block in model.blocks]
         attention, self._device = self._blocks[0].attn, model.device
-        # keys and values, [2, layer, row, position, head of this rank, width]; on a CPU, positions that are never
-        # written take no memory
+        # keys (already rotated) and values, [2, layer, row, position, g, d]; on a CPU, positions that are never written
+        # take no memory
         shape = (2, len(self._blocks), rows, self.max_positions, attention.kv_heads, attention.head_width)
         self._kv = torch.zeros(shape, dtype=model.dtype, device=self._device)
         self._keys, self._values = self._kv

@@ -59,7 +59,8 @@ class MicroBatchSampler:
         if self.ramp is None or consumed >= self.ramp[2]:
             return full
         start, increment, samples = self.ramp
-        return start + consumed * ((full - start) // increment) // samples * increment  # equal numbers of samples each
+        rises = (full - start) // increment  # each of these smaller sizes is in use for samples / rises samples
+        return start + consumed * rises // samples * increment
 
     def micro_batch_ids(self, first: int) -> list[range]:
         """The ids of each micro-batch of this rank, for the step whose first id is `first`."""

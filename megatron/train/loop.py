@@ -165,7 +165,7 @@ class Trainer:
         requests are reduced over the ranks in the all-reduce of the step, as extra scalars."""
         loss_sum = torch.zeros((), dtype=torch.float64, device=self.device)
         if len(batches) != self.engine.core.accumulation_steps:  # --rampup-batch-size
-            self.engine.finish_step()
+            self.engine.finish_step()  # the last step may be pending, and the size changes between steps only
             self.engine.set_train_batch_size(len(batches) * self.sampler.micro_batch * self.sampler.dp_size)
         for batch in batches:
             # The fused loss computes its gradients in the forward, and needs the scale of the backward there. The loss
