@@ -95,7 +95,7 @@ real_size() {  # PRESET: the model that a script is for, unless the environment 
     [[ -n "${PRESET:-}" ]] || { look_for_gpus; [[ -z "$DRY_RUN" && "$GPUS" -eq 0 ]]; } || PRESET="$1"
 }
 
-# Adds the flags of a corpus to FLAGS, unless the user brings one.
+# Adds the flags of a corpus to FLAGS, unless the user brings one; MOST_STEPS is for limit_time.
 add_corpus() {
     if given --train-data "$@" || given --mock-data "$@"; then
         # The small preset's own tokenizer is of the default corpus.
@@ -114,7 +114,8 @@ add_corpus() {
     fi
 }
 
-# Adds the preset's batch, length and learning rate. --train-iters is for where the speed is not measured (limit_time).
+# Adds the preset's batch, length and learning rate. limit_time adds a later --train-iters, which wins, where it
+# measures the speed.
 add_recipe() {
     local warmup=0.1
     # No dropout: attention without it runs in its fused kernel on every device.

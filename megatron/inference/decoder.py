@@ -27,6 +27,8 @@ from mpu.device import on_accelerator
 
 # [b] tokens, [b] their positions, number of positions to attend to -> [b, V]
 DecodeFnOfSize = Callable[[Tensor, Tensor, int], Tensor]
+# A layer's number, then as CachedAttentionFn of megatron/model/transformer.py
+AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 MIN_GRAPH_POSITIONS = 128
 
@@ -72,10 +74,6 @@ class CudaGraphRunner:
 
 def next_power_of_two(number: int) -> int:
     return 1 << (number - 1).bit_length()
-
-
-# layer, queries [b, s, n, d], keys and values [b, s, g, d] of the positions at work -> [b, s, n, d]
-AttentionFn = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 
 
 class Decoder:
@@ -146,7 +144,7 @@ class Decoder:
         self._kv[:, :, target, :length] = self._kv[:, :, source, :length]
 
     def clear_row(self, row: int) -> None:
-        """Non-finite values would come through the mask of a later text."""
+        """Zero the row's cache: its non-finite values would come through the mask of a later text."""
         self._kv[:, :, row] = 0
 
     def _decode_forward(self, tokens: Tensor, position_ids: Tensor, kv_length: int, masked: bool = True) -> Tensor:
@@ -169,6 +167,7 @@ class Decoder:
     def _forward(self, tokens: Tensor, position_ids: Tensor, attend: AttentionFn,
                  selected: Tensor | None = None) -> Tensor:
         """[b, s] tokens -> [b, s, V], or of the `selected` positions alone."""
+        # `forward` and not the call: no hook of an engine runs, and nothing is recomputed or left out
         blocks = [partial(block.forward, cached=partial(attend, layer)) for layer, block in enumerate(self._blocks)]
         x = self.model.hidden_states(tokens, position_ids, blocks=blocks)  # [b, s, h]
         return self.model.logits(x if selected is None else x[:, selected])

@@ -111,7 +111,7 @@ class GPT2(nn.Module):
             require(length <= longest, f"a sequence of {length} tokens is longer than the {longest} positions of the "
                     "model; cut it, or give ModelConfig a larger max_position_embeddings")
             positions = torch.arange(tokens.shape[1], device=tokens.device)
-        x = self.wte(tokens)  # of other ranks' tokens zeros
+        x = self.wte(tokens)  # zeros where another rank has the token; the sum below is of both embeddings
         rotary = None
         if self.wpe is None:
             rotary = rotary_table(positions, self.config.head_size, self.config.rotary_base, x.dtype)

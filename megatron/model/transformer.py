@@ -63,20 +63,21 @@ class GPT2Init:
 
 
 class Norm(nn.Module):
-    """LayerNorm, or RMSNorm, which has no bias; in training of positions that are split over `sequence_group`."""
+    """LayerNorm, or RMSNorm, which has no bias. In training each rank of `sequence_group` has other positions of x."""
 
     def __init__(self, config: ModelConfig, sequence_group: Group) -> None:
         super().__init__()
         self.eps, self.sequence_group = config.layernorm_epsilon, sequence_group
         self.weight = nn.Parameter(torch.ones(config.hidden_size))
         self.bias = None if config.normalization == "RMSNorm" else nn.Parameter(torch.zeros(config.hidden_size))
-        for name, parameter in self.named_parameters():  # which torch has already filled
-            set_initializer(parameter, ConstantInitializer(1.0 if name == "weight" else 0.0), deferred=True)
+        for name, parameter in self.named_parameters():
+            value = ConstantInitializer(1.0 if name == "weight" else 0.0)
+            set_initializer(parameter, value, deferred=True)  # it has these values already
 
     def forward(self, x: Tensor) -> Tensor:
         parameters: Sequence[Tensor] = [self.weight] if self.bias is None else [self.weight, self.bias]
         if self.training and not self.sequence_group.is_solo:
-            # Each rank has other positions: one all-reduce sums the gradients of both, [1 or 2, h].
+            # one all-reduce sums the gradients of both: [1 or 2, h]
             parameters = copy_to_region(torch.stack([*parameters]), self.sequence_group).unbind()
         if self.bias is None:
             return F.rms_norm(x, x.shape[-1:], parameters[0], self.eps)
@@ -105,9 +106,8 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor, mask: Tensor | None, rotary: Tensor | None = None,
                 cached: CachedAttentionFn | None = None) -> Tensor:
-        projected = self._project(x)  # all positions, also where x has this rank's
-        b, s, _ = projected[0].shape
-        q, k, v = (part.view(b, s, -1, self.head_width) for part in projected)
+        # [b, s, n or g, d]: all positions, also where x has this rank's
+        q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in self._project(x))
         if self.qk_norm:
             q, k = (F.rms_norm(part, (self.head_width,)) for part in (q, k))
         if rotary is not None:
