@@ -83,7 +83,7 @@ class Attention(nn.Module):
         h = config.hidden_size
         self.heads, self.kv_heads = config.num_attention_heads // tp.size, config.kv_heads // tp.size
         self.head_width = config.head_size
-        self.dropout, self.qk_norm = config.attention_dropout, config.qk_norm
+        self.dropout, self.qk_norm, self.norm_eps = config.attention_dropout, config.qk_norm, config.layernorm_epsilon
         self.forks_rng = tp.size > 1 and not sequence_parallel  # GPT2.forward does so for all dropout then
         if self.kv_heads == self.heads:
             self.qkv = ColumnParallelLinear(h, 3 * h, gather_output=False, init_method=init.weight("qkv.weight"),
@@ -103,7 +103,7 @@ class Attention(nn.Module):
         b, s, _ = projected[0].shape
         q, k, v = (part.view(b, s, -1, self.head_width) for part in projected)
         if self.qk_norm:
-            q, k = (F.rms_norm(part, (self.head_width,)) for part in (q, k))
+            q, k = (F.rms_norm(part, (self.head_width,), eps=self.norm_eps) for part in (q, k))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         if cached is not None:
