@@ -150,18 +150,20 @@ ALL_RULES = {name: rule for rules in RULES.values() for name, rule in rules.item
 
 def parse_rules(words: Sequence[str]) -> dict[str, float]:
     """Limits by rule of words such as `gopher`, `max-words=5000` and `stop-words=off`; ValueError for another word."""
-    limits: dict[str, float] = {}
-    for word in words:
+    limits = {name: rule.limit for word in words if word in RULES for name, rule in RULES[word].items()}
+    for word in words:  # single rules change those of a group, whichever comes first
         name, _, value = word.partition("=")
         if word in RULES:
-            limits |= {name: rule.limit for name, rule in RULES[word].items()}
-        elif name not in ALL_RULES or not value:
+            continue
+        if name not in ALL_RULES or not value:
             raise ValueError(f"expected {', '.join(RULES)}, or RULE=LIMIT or RULE=off with RULE one of "
                              f"{', '.join(ALL_RULES)}; found {word!r}")
-        elif value == "off":
+        if value == "off":
             limits.pop(name, None)
+        elif not (limit := float(value)) >= 0:
+            raise ValueError(f"{word}: expected a limit of 0 or more")
         else:
-            limits[name] = float(value)
+            limits[name] = limit
     return limits
 
 

@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from io import BytesIO
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, read_errors_for,
                              strip_compression_suffix)
@@ -207,7 +208,7 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
             if source.format == "parquet":
                 yield from _parquet_rows(source, options)
                 continue
-            with open_decompressed(source.path, until_damage=by_lines) as file:
+            with open_decompressed(source.path, until_damage=by_lines or source.format == "warc") as file:
                 if source.format == "warc":
                     for result in _warc_records(file, source, options):
                         yield result
@@ -250,33 +251,51 @@ def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptio
 
 
 def _warc_records(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
-    """Pages that servers gave (`response`, and `resource`, which has no HTTP header), and texts made of pages
-    (`conversion`, in WET files). Raises OSError at damage."""
+    """Pages that servers gave (`response`), files (`resource`), and texts made of pages (`conversion`, in WET files).
+    Raises OSError at damage of the file; damage of one page is an error of that page."""
     from fastwarc.warc import ArchiveIterator, WarcRecordType
 
     kinds = WarcRecordType.response | WarcRecordType.resource | WarcRecordType.conversion
-    for record in ArchiveIterator(file, stream_detect=False, record_types=kinds, parse_http=False):
+    for record in ArchiveIterator(file, stream_detect=False, record_types=WarcRecordType.any_type, parse_http=False):
         offset, size, url = record.stream_pos, record.content_length, record.headers.get("WARC-Target-URI")
-        kind = "text"
+        if not record.headers.get("Content-Length"):  # cut off, or line ends that are not CRLF
+            raise file.damage or OSError(f"the header at byte {offset} has no Content-Length")
+        if not record.record_type & kinds:
+            continue
         content: bytes | None = record.reader.read(options.max_bytes)
         found = len(content or b"")
         while found < size and (more := record.reader.read(ARRAY_READ_BYTES)):  # too long, but is it complete?
             content, found = None, found + len(more)
         if found < size:
-            raise OSError(f"the record at byte {offset} ends too early")
-        if content is not None and record.is_http:
-            record.set_bytes_content(content)
-            record.parse_http(auto_decode="all")  # also what is compressed or in chunks
-            content, status = record.reader.read(options.max_bytes + 1), record.http_headers.status_code
-            kind = PAGE_TYPES.get((record.http_content_type or "").lower(), "")
-            if status != 200 or not kind:
-                reason = f"status {status}" if status != 200 else "no page"
-                yield ReadResult(source, offset, size, Document("", url, {"file": source.name}), (), reason)
-                continue
-        value, repairs = _parse_raw(replace(source, format=kind), offset, content,
-                                    replace(options, charset=options.charset or record.http_charset))
-        yield ReadResult(source, offset, size, replace(value, url=url) if isinstance(value, Document) else value,
-                         repairs)
+            raise file.damage or OSError(f"the record at byte {offset} ends too early")
+        value, repairs, reason = _parse_warc_content(record, content, source, options)
+        if isinstance(value, Document):
+            value = replace(value, url=url and url.strip("<>"))  # wget writes these
+        yield ReadResult(source, offset, size, value, repairs, reason)
+    if file.damage:
+        raise file.damage
+
+
+def _parse_warc_content(record: Any, content: bytes | None, source: SourceFile, options: WebReadOptions
+                        ) -> tuple[Document | DocumentError, tuple[str, ...], str]:
+    """(document or what is wrong, repairs made, why it is dropped)."""
+    media, charset, status = record.headers.get("Content-Type") or "text/plain", None, 200
+    if content is not None and record.is_http:
+        # a record of its own: the iterator cannot go on from one that failed
+        answer = record.from_bytes(b"WARC/1.0\r\nWARC-Type: response\r\nContent-Type: application/http\r\n"
+                                   b"Content-Length: %d\r\n\r\n%b\r\n\r\n" % (len(content), content))
+        try:
+            answer.parse_http(auto_decode="all", quirks_mode=True)  # also what is compressed or in chunks
+            content = answer.reader.read(options.max_bytes + 1)
+        except OSError as error:
+            return DocumentError(UNREADABLE, f"cannot decode the page: {error}"), (), ""
+        content = None if len(content) > options.max_bytes else content
+        media, charset, status = answer.http_content_type or "", answer.http_charset, answer.http_headers.status_code
+    kind = PAGE_TYPES.get(media.partition(";")[0].strip().lower())
+    if content is not None and (status != 200 or kind is None):
+        return Document("", None, {"file": source.name}), (), f"status {status}" if status != 200 else "no page"
+    return *_parse_raw(replace(source, format=kind or "text"), record.stream_pos, content,
+                       replace(options, charset=options.charset or charset)), ""
 
 
 def _parquet_rows(source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
@@ -291,16 +310,42 @@ def _parquet_rows(source: SourceFile, options: WebReadOptions) -> Iterator[ReadR
         if options.text_key not in columns:
             raise DataError(f"{source.path}: no column {options.text_key!r}; found "
                             f"{', '.join(file.schema_arrow.names)} (see --text-key)")
-        rows = (row for batch in file.iter_batches(PARQUET_ROWS, columns=columns) for row in batch.to_pylist())
-        for number, row in enumerate(rows):
-            text, url = row[options.text_key], row.get(options.url_key)
-            value: Document | DocumentError = Document(text, url) if isinstance(text, str) else DocumentError(
-                "wrong type", f"column {options.text_key!r}: expected text, found {type(text).__name__}")
-            if isinstance(text, str) and len(text.encode()) > options.max_bytes:
-                value = DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
-            yield ReadResult(source, number, len(text.encode()) if isinstance(text, str) else 0, value)
-    except ArrowException as error:
+        number = 0
+        for batch in file.iter_batches(PARQUET_ROWS, columns=columns):
+            for row in range(len(batch)):
+                text, url = (_cell(batch.column(key)[row]) if key in columns else None
+                             for key in (options.text_key, options.url_key))
+                value, repairs = _parse_cells(text, url, options)
+                size = len(value.text.encode()) if isinstance(value, Document) else 0
+                yield ReadResult(source, number, size, value, repairs)
+                number += 1
+    except (ArrowException, KeyError) as error:  # KeyError: two columns of one name
         raise OSError(f"not Parquet that can be read: {error}") from error
+
+
+def _cell(scalar: Any) -> Any:
+    try:
+        return scalar.as_py()
+    except UnicodeDecodeError as error:  # nothing in Parquet checks that strings are UTF-8
+        return error.object
+
+
+def _parse_cells(text: Any, url: Any, options: WebReadOptions) -> tuple[Document | DocumentError, tuple[str, ...]]:
+    """(document or what is wrong, repairs made)."""
+    repairs = Repairs(options.on_error == "replace")
+    try:
+        text = decode_utf8(text, repairs) if isinstance(text, bytes) else text
+        if not isinstance(text, str):
+            raise DocumentError("wrong type",
+                                f"column {options.text_key!r}: expected text, found {type(text).__name__}")
+        if len(text.encode()) > options.max_bytes:
+            raise DocumentError("too long", f"more than {options.max_bytes} bytes (--max-document-bytes)")
+        if not isinstance(url, str | None):
+            repairs.add("wrong type", f"column {options.url_key!r}: expected text, found {type(url).__name__}")
+            url = None
+        return Document(text, url), tuple(repairs)
+    except DocumentError as fault:
+        return fault, ()
 
 
 def array_elements(file: DecompressedFile | BytesIO, limit: int) -> Iterator[RawDocument]:

@@ -68,9 +68,11 @@ class Config:
         require(self.seq_length <= model.max_position_embeddings, "{seq_length} {length} is above "
                 "{max_position_embeddings=}, the size of the position table: give a shorter {seq_length}, or for a "
                 "new model a larger {max_position_embeddings}", length=self.seq_length)
-        for name in ("num_attention_heads", "num_query_groups", "hidden_size", "intermediate_size"):
+        for name in ("num_attention_heads", "num_query_groups", "hidden_size"):
             value = getattr(model, name)
             require(value is None or value % tp == 0, f"{{{name}=}} is not divisible by {{model_parallel_size=}}")
+        require(model.ffn_size % tp == 0, "{intermediate_size} {width} is not divisible by {model_parallel_size=}",
+                width=model.ffn_size)
         require(not self.parallel.sequence_parallel or self.seq_length % tp == 0, "{sequence_parallel} gives each "
                 "rank as many positions, and {seq_length} {length} is not divisible by {model_parallel_size=}",
                 length=self.seq_length)

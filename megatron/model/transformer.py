@@ -93,7 +93,7 @@ class Attention(nn.Module):
         h = config.hidden_size
         self.heads, self.kv_heads = config.num_attention_heads // tp.size, config.kv_heads // tp.size
         self.head_width = config.head_size
-        self.dropout, self.qk_norm = config.attention_dropout, config.qk_norm
+        self.dropout, self.qk_norm, self.norm_eps = config.attention_dropout, config.qk_norm, config.layernorm_epsilon
         self.forks_rng = tp.size > 1 and not sequence_parallel  # GPT2.forward does so for all dropout then
         column = partial(ColumnParallelLinear, h, gather_output=False, sequence_parallel=sequence_parallel, tp=tp)
         if self.kv_heads == self.heads:
@@ -109,7 +109,7 @@ class Attention(nn.Module):
         # [b, s, n or g, d]: all positions, also where x has this rank's
         q, k, v = (part.unflatten(-1, (-1, self.head_width)) for part in self._project(x))
         if self.qk_norm:
-            q, k = (F.rms_norm(part, (self.head_width,)) for part in (q, k))
+            q, k = (F.rms_norm(part, (self.head_width,), eps=self.norm_eps) for part in (q, k))
         if rotary is not None:
             q, k = rotate(q, rotary), rotate(k, rotary)
         y = self._attend(q, k, v, mask) if cached is None else cached(q, k, v)

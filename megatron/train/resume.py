@@ -311,6 +311,9 @@ def _change_notes(engine: Engine, checkpoint: Checkpoint, config: Config, saved_
                      f"--global-batch-size {saved_batch} keeps it")
 
     changes: list[tuple[str, Any, Any]] = []  # (field, in the checkpoint, here)
+    ramps = [" ".join(section.get("rampup_batch_size", ())) or "off" for section in (train, present["train"])]
+    if ramps[0] != ramps[1]:
+        changes.append(("rampup_batch_size", ramps[0], ramps[1]))
     for section, switch in (("layer_drop", "progressive_layer_drop"), ("quantize", "quantize_training")):
         before, now = saved.get(section, {}), present[section]
         if bool(before.get(switch)) != now[switch]:

@@ -115,6 +115,7 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
                                            DPSharding(slot.offset, layout.shard_numel)))
     errors = error_feedback(core) if optimizer else []
     epochs, batch_size = engine.training_dataloader, engine.train_batch_size()
+    batch_is_set = batch_size != engine.configured_batch_size and engine.config.train.batch_ramp is None
     shared = {
         "run_id": engine.run_id,
         "engine": core.state.scalar_state(),
@@ -125,7 +126,7 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
         "buffers": {name: buffer.detach().cpu() for name, buffer in persistent_buffers(engine.module).items()},
         "tied": tied_tensor_names(engine.module, core.all_buckets),
         "loop": {"global_samples": engine.global_samples,
-                 "train_batch_size": None if batch_size == engine.configured_batch_size else batch_size,
+                 "train_batch_size": batch_size if batch_is_set else None,
                  "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
         "client_state": dict(client_state)}
     return agree(root, tag, tensors=tensors + errors, rank_state={"rng": capture_rng()} if rng else {},

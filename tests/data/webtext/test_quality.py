@@ -86,10 +86,10 @@ def test_every_rule_drops_the_text_that_was_planted_for_it_and_no_rule_drops_pro
 
 
 def test_limits_and_switches_of_rules() -> None:
-    assert parse_rules(["gopher", "max-words=7", "stop-words=off"]) == {
+    assert parse_rules(["max-words=7", "gopher", "stop-words=off"]) == {
         **{name: rule.limit for name, rule in RULES["gopher"].items() if name != "stop-words"}, "max-words": 7}
     assert parse_rules(["sentences=3"]) == {"sentences": 3}
-    for words in (["gofer"], ["max-words"], ["max-words=many"], ["top-9-gram=0.1"]):
+    for words in (["gofer"], ["max-words"], ["max-words=many"], ["top-9-gram=0.1"], ["max-words=nan"]):
         with pytest.raises(ValueError):
             parse_rules(words)
 

@@ -85,11 +85,17 @@ CRAWL = [warc_record("warcinfo", "i", b"software: x\r\n", "application/warc-fiel
         answer(gzip.compress("<p>\u00e4".encode()), headers="Content-Encoding: gzip\r\n"),
         answer(b"5\r\n<p>in\r\n7\r\n chunks\r\n0\r\n\r\n", headers="Transfer-Encoding: chunked\r\n"),
         answer(b"\x89PNG", "image/png"), answer(b"<p>gone", status="404 Not Found"),
-        answer(b"plain", "Text/Plain"), answer(b"<p>" + b"x" * 5000)])]
-CRAWL.append(warc_record("conversion", "http://b/", "text of \u00e4 page\n".encode(), "text/plain"))
+        answer(b"plain", "Text/Plain"), answer(b"<p>" + b"x" * 5000),
+        answer(gzip.compress(b"x" * 5000), headers="Content-Encoding: gzip\r\n"),
+        answer(b"<p>not in chunks", headers="Transfer-Encoding: chunked\r\n"),
+        answer(b"<p>line ends").replace(b"\r\n", b"\n")])]
+CRAWL += [warc_record("conversion", "<http://b/>", "text of \u00e4 page\n".encode(), "text/plain"),
+          warc_record("resource", "http://c/", b"<p>file", "text/html; charset=utf-8"),
+          warc_record("response", "dns:c", b"c. 1 A 192.0.2.1", "text/dns")]
 FATES: list[tuple[str, str | None]] = [
     ("<p>caf\u00e9", ""), ("<p>\u00e4", ""), ("<p>in chunks", ""), ("", "no page"), ("", "status 404"), ("plain", ""),
-    ("too long", None), ("text of \u00e4 page\n", "")]
+    ("too long", None), ("too long", None), ("unreadable", None), ("<p>line ends", ""), ("text of \u00e4 page\n", ""),
+    ("<p>file", ""), ("", "no page")]
 
 
 def fates(reads: list[ReadResult]) -> list[tuple[str, str | None]]:
@@ -105,15 +111,19 @@ def test_pages_of_a_crawl_have_the_fate_that_was_planted(tmp_path: Path, suffix:
     reads = read_all([path], WebReadOptions(max_bytes=1000))
     assert fates(reads) == FATES
     assert [one.value.url for one in reads if isinstance(one.value, Document)] == [
-        *(f"http://a/{number}" for number in range(6)), "http://b/"]
+        *(f"http://a/{number}" for number in (*range(6), 9)), "http://b/", "http://c/", "dns:c"]
     whole = b"".join(CRAWL)
     assert all(whole[one.offset:].startswith(b"WARC/1.0") for one in reads)
+    if path.suffix == ".gz":  # all whole records before damage, and its error
+        path.write_bytes(path.read_bytes()[:-40])
+        assert fates(read_all([path], WebReadOptions(max_bytes=1000))) == [*FATES[:-1], ("unreadable", None)]
 
 
 def test_a_crawl_that_is_cut_or_damaged_gives_all_records_before(tmp_path: Path) -> None:
     path, whole = tmp_path / "crawl.warc", b"".join(CRAWL)
     options = WebReadOptions(max_bytes=1000)
-    for stop in (len(whole) - 5, len(whole) - 300, whole.index(b"chunks"), whole.index(b"<p>caf")):
+    for stop in (len(whole) - 5, len(whole) - 300, whole.index(b"chunks"), whole.index(b"<p>caf"),
+                 whole.index(b"WARC-Record-ID: <urn:uuid:http://a/1")):
         path.write_bytes(whole[:stop])
         found = fates(read_all([path], options))
         assert found[-1] == ("unreadable", None) and found[:-1] == FATES[:len(found) - 1]
@@ -132,8 +142,13 @@ def test_rows_of_parquet_are_documents(tmp_path: Path) -> None:
     assert reasons(reads[250:]) == ["wrong type", "too long"]
     with pytest.raises(DataError, match="no column 'body'; found text, url, other"):
         read_all([path], WebReadOptions(text_key="body"))
-    path.write_bytes(path.read_bytes()[:-9])
+    path.write_bytes(path.read_bytes()[:-40])
     assert reasons(read_all([path])) == ["unreadable"]
+    invalid = arrow.array([b"ab", b"a\xff", b"c"], arrow.binary()).view(arrow.string())
+    parquet.write_table(arrow.table({"text": invalid, "url": [None, None, 5]}), path)
+    assert reasons(read_all([path])) == ["", "not UTF-8", "wrong type"]
+    repaired = documents(read_all([path], WebReadOptions(on_error="replace")))
+    assert [document.text for document in repaired] == ["ab", "a\ufffd", "c"]
 
 
 def test_what_ends_a_line_and_what_does_not(tmp_path: Path) -> None:

@@ -86,6 +86,8 @@ BAD = [
     (["--min-lr", "1"], "--min-lr 1 is above --lr"),
     (["--hidden-size", "100", "--num-attention-heads", "16"], "100 is not divisible by --num-attention-heads 16"),
     (["--model-parallel-size", "3"], "--num-attention-heads 16 is not divisible by --model-parallel-size 3"),
+    (["--model-parallel-size", "3", "--hidden-size", "96", "--num-attention-heads", "3", "--activation", "swiglu"],
+     "--intermediate-size 256 is not divisible by --model-parallel-size 3"),
     (["--sequence-parallel", "--model-parallel-size", "2", "--seq-length", "63"],
      "--seq-length 63 is not divisible by --model-parallel-size 2"),
     (["--seq-length", "2048"], "--seq-length 2048 is above --max-position-embeddings 1024"),

@@ -40,7 +40,7 @@ def reference_logits(model: GPT2, tokens: list[int]) -> Tensor:
     def head(x: Tensor, number: int) -> Tensor:  # one head of queries or keys
         x = x[:, number * d : (number + 1) * d]
         if config.qk_norm:
-            x = x / (x.square().mean(-1, keepdim=True) + torch.finfo(x.dtype).eps).sqrt()
+            x = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt()
         if config.position_embedding_type == "rope":
             x = torch.stack([row(x[at], at) for at in range(len(x))])
         return x

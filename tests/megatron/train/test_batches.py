@@ -101,13 +101,15 @@ def test_the_batch_grows_in_equal_shares_of_the_samples() -> None:
             assert [i for step in zip(*ids, strict=True) for part in step for i in part] == [*range(before, consumed)]
 
 
-def test_a_run_with_a_growing_batch_resumes_bit_for_bit(tmp_path: Path) -> None:
+def test_a_run_with_a_growing_batch_resumes_bit_for_bit(tmp_path: Path, capfd: Any) -> None:
     run = [*TINY, "--train-data", write_corpus(tmp_path / "corpus"), "--batch-size", "2", "--global-batch-size", "8",
            "--rampup-batch-size", "2", "2", "20", "--save-interval", "3", "--lr", "1e-2"]
     once, twice, fixed = tmp_path / "once", tmp_path / "twice", tmp_path / "fixed"
     train([*run, "--train-iters", "8", "--save", once, "--metrics-file", tmp_path / "metrics"])
     train([*run, "--train-iters", "8", "--exit-interval", "3", "--save", twice])
+    capfd.readouterr()
     train([*run, "--train-iters", "8", "--save", twice, "--load", twice])
+    assert "warning" not in capfd.readouterr().err
     assert total_digest(once) == total_digest(twice)
     found = steps(tmp_path / "metrics")
     assert [line["consumed_samples"] for line in found] == [2, 4, 6, 8, 12, 16, 22, 30]

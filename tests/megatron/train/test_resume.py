@@ -262,6 +262,8 @@ FROZEN = ["--optimizer", "onebit_adam", "--onebit-freeze-step", 2]
     (["--optimizer", "onebit_adam", "--onebit-freeze-step", 3], FROZEN, "--onebit-freeze-step 3 -> 2"),
     ([*DROPPED, *ROUNDED, *FROZEN], [*DROPPED, *ROUNDED, *FROZEN], ""),
     (["--pld-theta", 0.5], ["--pld-theta", 0.4], ""),
+    (["--global-batch-size", 8, "--rampup-batch-size", 4, 4, 8], ["--global-batch-size", 8],
+     "--rampup-batch-size 4 4 8 -> off"),
 ])
 def test_a_run_that_goes_on_otherwise_says_so(before, after, said, tmp_path):
     train([*CHANGED_FLAGS, *before, "--exit-interval", 4 if before == FROZEN else 2, "--save", tmp_path])
