@@ -56,11 +56,11 @@ class MicroBatchSampler:
     def global_batch(self, consumed: int) -> int:
         """Samples of the step that comes after `consumed` samples."""
         full = self.micro_batch * self.accumulation * self.dp_size
-        if self.ramp is None or consumed >= self.ramp[2]:
+        if self.ramp is None:
             return full
         start, increment, samples = self.ramp
         rises = (full - start) // increment  # each of these smaller sizes is in use for samples / rises samples
-        return start + consumed * rises // samples * increment
+        return min(full, start + consumed * rises // samples * increment)
 
     def micro_batch_ids(self, first: int) -> list[range]:
         """The ids of each micro-batch of this rank, for the step whose first id is `first`."""
