@@ -78,6 +78,16 @@ class RngTracker:
             self._states[name] = rng.get_rng_state()
             rng.set_rng_state(before)
 
+    @contextmanager
+    def replaying(self, states: Mapping[str, Tensor]) -> Iterator[None]:
+        """The streams have `states` inside, for a forward that runs again; afterwards their present ones."""
+        present = self.get_states()
+        self.set_states(states)
+        try:
+            yield
+        finally:
+            self.set_states(present)
+
 
 _TRACKER = RngTracker()  # the tracker of this process, one like the device generator
 

@@ -85,8 +85,9 @@ FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     "use-torch-fsdp2 fsdp": "use --zero-stage 3",
     "accumulate-allreduce-grads-in-fp32": "leave it out: sums over micro-batches are fp32; --fp32-allreduce also "
     "reduces over ranks in fp32",
-    "recompute-activations recompute-granularity recompute-method recompute-num-layers": "use "
-    "--checkpoint-activations, with --checkpoint-num-layers N for longer chunks",
+    "recompute-activations": "use --checkpoint-activations --recompute-granularity selective",
+    "recompute-method recompute-num-layers": "use --checkpoint-activations, with --checkpoint-num-layers N for longer "
+    "chunks",
     "cpu-offload offload zero-cpu-offload fsdp-cpu-offload": "use --offload-optimizer-device cpu, and "
     "--offload-param-device cpu at stage 3",
     "offload-optimizer": "use --offload-optimizer-device cpu or nvme",

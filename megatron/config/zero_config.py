@@ -227,15 +227,23 @@ class OffloadConfig(ConfigSection):
 
 
 _ACTIVATION_CHECKPOINTING = "activation_checkpointing."
+RECOMPUTE_MODULES = "layernorm", "mlp_act", "core_attn"  # what megatron.recompute.selective may recompute
 
 
 @dataclass(frozen=True, kw_only=True)
 class RecomputeConfig(ConfigSection):
-    """Activation checkpointing: keep the input of each chunk of blocks, and recompute the rest in backward."""
+    """Activation checkpointing: keep the input of each chunk of blocks, or what is expensive in each block, and
+    recompute the rest in backward."""
 
     checkpoint_activations: bool = setting(False, "recompute activations in backward",
                                            "deepspeed-activation-checkpointing", "gradient-checkpointing",
                                            common=True)
+    recompute_granularity: Literal["full", "selective"] = setting(
+        "full", "full: keep only the inputs of chunks; selective: keep the results of matrix products, and recompute "
+        "--recompute-modules and what is cheap", needs="checkpoint_activations")
+    recompute_modules: tuple[str, ...] = setting(
+        ("layernorm", "mlp_act"), "selective: of layernorm, mlp_act (the MLP's activation) and core_attn (attention by "
+        "a fused kernel)", metavar="MODULE", needs={"recompute_granularity": ("selective",)})
     checkpoint_num_layers: int = setting(1, "blocks per recomputed chunk", ge=1)
     partition_activations: bool = setting(False, "partition kept inputs over tensor parallel",
                                           json=_ACTIVATION_CHECKPOINTING, needs="checkpoint_activations")
@@ -256,3 +264,18 @@ class RecomputeConfig(ConfigSection):
         errors.require(
             self.partition_activations or not self.contiguous_memory_optimization,
             "{contiguous_memory_optimization} needs {partition_activations}: its buffer holds the parts of inputs")
+        for module in self.recompute_modules:
+            errors.require(module in RECOMPUTE_MODULES, "{recompute_modules} is {module}: expected of {known}",
+                           module=module, known=", ".join(RECOMPUTE_MODULES))
+        for name in ("partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary",
+                     "profile_backward"):
+            errors.require(not self.is_selective or not getattr(self, name),
+                           f"{{recompute_granularity=}} keeps no inputs of chunks: leave out {{{name}}}")
+
+    @property
+    def is_selective(self) -> bool:
+        return self.checkpoint_activations and self.recompute_granularity == "selective"
+
+    @property
+    def recomputes_chunks(self) -> bool:
+        return self.checkpoint_activations and self.recompute_granularity == "full"

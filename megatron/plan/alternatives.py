@@ -30,8 +30,13 @@ PLACEMENTS = (ALL_ON_DEVICE, StatePlacement("cpu"), StatePlacement("cpu", "cpu")
 # NVMe is for models that need every part split: below stage 3 it gets a row only if the run has it.
 STAGE_3_PLACEMENTS = PLACEMENTS[2:]
 
+# no recomputation first
+RECOMPUTATIONS = (RecomputeConfig(), RecomputeConfig(checkpoint_activations=True, recompute_granularity="selective"),
+                  *(RecomputeConfig(checkpoint_activations=True, partition_activations=split, cpu_checkpointing=on_host)
+                    for split, on_host in product((False, True), repeat=2)))
+
 STAGE_COST = {0: 0, 1: 1, 2: 2, 3: 10}
-RECOMPUTE_COST, PARTITION_COST, CPU_CHECKPOINTING_COST = 33, 5, 10
+RECOMPUTE_COST, PARTITION_COST, CPU_CHECKPOINTING_COST = {"full": 33, "selective": 5}, 5, 10
 # Slowdown in percent of a step.
 OFFLOAD_COST = {("optimizer", "cpu"): 40, ("optimizer", "nvme"): 200, ("params", "cpu"): 60, ("params", "nvme"): 200}
 
@@ -48,6 +53,7 @@ class PlanChoice:
         words = [f"--zero-stage {self.run.config.zero.zero_stage}"]
         if recompute.checkpoint_activations:
             words.append("--checkpoint-activations")
+            words += ["--recompute-granularity selective"] * recompute.is_selective
             if recompute.checkpoint_num_layers != 1:
                 words.append(f"--checkpoint-num-layers {recompute.checkpoint_num_layers}")
             words += ["--partition-activations"] * recompute.partition_activations
@@ -76,12 +82,12 @@ def plan_rows(requested: PlannedRun) -> tuple[list[PlannedRun], list[tuple[int, 
 def all_choices(requested: PlannedRun) -> list[PlanChoice]:
     """Every combination, the cheapest first; among equals the smallest."""
     choices = []
-    for run, (on, split, on_host) in product(plan_rows(requested)[0], (
-            (False, False, False), (True, False, False), (True, True, False), (True, False, True), (True, True, True))):
-        if (run.tp > 1 or not split) and (run.device == "cuda" or not on_host):  # the others change nothing
-            recompute = RecomputeConfig(checkpoint_activations=on, partition_activations=split,
-                                        cpu_checkpointing=on_host,
-                                        checkpoint_num_layers=run.config.recompute.checkpoint_num_layers)
+    for run, choice in product(plan_rows(requested)[0], RECOMPUTATIONS):
+        # the others change nothing
+        if (run.tp > 1 or not choice.partition_activations) and (run.device == "cuda" or not choice.cpu_checkpointing):
+            given = run.config.recompute
+            recompute = replace(choice, recompute_modules=given.recompute_modules,
+                                checkpoint_num_layers=given.checkpoint_num_layers)
             with suppress(ConfigError):
                 changed = replace(run, config=replace(run.config, recompute=recompute))
                 choices.append(PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed)))
@@ -96,7 +102,7 @@ def _slowdown_percent(run: PlannedRun) -> int:
     recompute = run.config.recompute
     total = STAGE_COST[run.config.zero.zero_stage]
     if recompute.checkpoint_activations:
-        total += (RECOMPUTE_COST + PARTITION_COST * recompute.partition_activations
+        total += (RECOMPUTE_COST[recompute.recompute_granularity] + PARTITION_COST * recompute.partition_activations
                   + CPU_CHECKPOINTING_COST * recompute.cpu_checkpointing)
     return (total + OFFLOAD_COST.get(("optimizer", run.placement.optimizer), 0)
             + OFFLOAD_COST.get(("params", run.placement.params), 0))
@@ -136,12 +142,15 @@ def _candidate_changes(run: PlannedRun) -> Iterator[tuple[str, dict[str, Any]]]:
         train = replace(config.train, batch_size=smaller, global_batch_size=total)
         yield f"--batch-size {smaller} --global-batch-size {total}", {"train": train}
     switches = ["checkpoint_activations"]
-    if config.recompute.checkpoint_activations:
+    if config.recompute.recomputes_chunks:
         switches = ["partition_activations"] * (run.tp > run.sequence_shards)
         switches += ["cpu_checkpointing"] * (run.device == "cuda")
+    elif config.recompute.is_selective:
+        yield "--recompute-granularity full", {"recompute": replace(config.recompute, recompute_granularity="full")}
     for switch in switches:
         if not getattr(config.recompute, switch):
-            yield flag_name(switch), {"recompute": replace(config.recompute, **{switch: True})}
+            changed: dict[str, Any] = {switch: True}
+            yield flag_name(switch), {"recompute": replace(config.recompute, **changed)}
     for stage in range(config.zero.zero_stage + 1, 4) if run.dp > 1 else ():
         yield f"--zero-stage {stage}", {"zero": replace(config.zero, zero_stage=stage)}
     on_host = StatePlacement(optimizer="cpu")

@@ -259,6 +259,8 @@ def _describe_run(requested: PlannedRun, machine: TargetMachine, report: dict[st
     yield (f"{report['parameters']:,} parameters in {config.precision.name} on {ranks}: tensor parallel "
            f"{requested.tp}, data parallel {requested.dp}")
     recomputed, chunk = "nothing recomputed", requested.activations.chunk
+    if config.recompute.is_selective:
+        recomputed = "what is cheap in a block recomputed"
     if chunk is not None:
         parts = requested.tp if config.recompute.partition_activations else requested.sequence_shards
         split = f"split over {parts} ranks" if parts > 1 else "kept whole"

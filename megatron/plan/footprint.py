@@ -27,7 +27,6 @@ OffloadTarget = Literal["none", "cpu", "nvme"]
 FP32 = 4  # bytes
 ITEMSIZE = {"fp32": FP32, "fp16": 2, "bf16": 2}
 MOMENTS_PER_WEIGHT = 2  # AdamW's moments per weight
-MUON_WIRE_BYTES = 2  # bytes per element of a matrix that is gathered for Muon
 
 
 @dataclass(frozen=True)
@@ -355,12 +354,19 @@ class PlannedRun:
                                 numel * self.param_bytes * peers // self.dp if self.policy.optim_is_sharded else 0)
         if not self.policy.optim_is_sharded:
             return TrafficBytes(2 * gradients, 0)
-        matrices = sum(peers * self.matrices_numel(layout) for layout, _ in self.bucket_offload) * MUON_WIRE_BYTES
+        matrices = sum(peers * self.matrices_numel(layout) for layout, _ in self.bucket_offload) * self.muon_bytes
         gathered = numel
         if self.policy.params_are_sharded:
             twice = round(2 * self.mean_active_blocks * self.block.numel)  # forward and backward
             gathered = self.persistent.numel + self.accumulation * (self.root.numel + twice)
         return TrafficBytes(gradients, gathered * self.param_bytes * peers // self.dp, matrices)
+
+    @cached_property
+    def muon_bytes(self) -> int:
+        """Bytes of an element of a matrix that Muon gathers: in the dtype of its products."""
+        from megatron.optim.muon import has_fast_bf16_matmul
+
+        return ITEMSIZE["bf16" if has_fast_bf16_matmul(self.device) else "fp32"]
 
     def matrices_numel(self, layout: FlatLayout) -> int:
         """Upper bound on a rank's elements of a bucket's hidden matrices; 0 unless Muon gathers them."""
@@ -382,7 +388,8 @@ class Activations:
     k, v [T, 3h/t], its output [T, h/t] and an fp32 log-sum-exp per row and head; GELU its input [T, f/t]; dropout a
     mask [T, h]. With sequence parallelism every [T, h] and [T] is [T/t, h] and [T/t]. Activation checkpointing saves
     the input [T, h] of each chunk of blocks instead: in place, partitioned over tensor parallel ranks, on the host, or
-    in a contiguous buffer. CPU attention with dropout is unfused: fp32, three [s, s] matrices a head.
+    in a contiguous buffer. Selective recomputation saves a block's input and the results of its matrix products and
+    collectives (recompute/selective.py). CPU attention with dropout is unfused: fp32, three [s, s] matrices a head.
     """
 
     def __init__(self, run: PlannedRun) -> None:
@@ -419,6 +426,20 @@ class Activations:
         # Everything one block saves, its input included (the next block's input is its output).
         in_mlp = 4 if model.activation == "swiglu" else 2  # tensors [T, f/t]
         self.block = streams + 2 * self.norm_bytes + attention + in_mlp * self.mlp_bytes + 2 * dropout_mask
+        self.kept = self.block  # until its backward begins
+        if recompute.is_selective:
+            modules = recompute.recompute_modules
+            # Autograd itself would not save the results of the projections to the residual stream, and of the
+            # collectives behind them (on a CPU a reduce-scatter is an all-to-all).
+            reduced = 0 if tp == 1 else self.residual_bytes if on_gpu or shards == 1 else self.gathered_bytes
+            self.kept = (self.residual_bytes + (queries + 2 * keys) * param_bytes + 2 * (self.gathered_bytes + reduced)
+                         + in_mlp // 2 * self.mlp_bytes)
+            if "core_attn" not in modules and not is_unfused:
+                self.kept += queries * param_bytes + rows * FP32
+            if "layernorm" not in modules:
+                self.kept += 2 * (self.residual_bytes + self.norm_bytes)
+            if "mlp_act" not in modules:
+                self.kept += self.mlp_bytes
         # Peak of a block's backward beyond its saved tensors: gradients of the residual stream, and of the activation's
         # output while that of its input is computed (of a square through two more tensors).
         self.block_backward = self.residual_bytes + (3 if model.activation == "squared_relu" else 1) * self.mlp_bytes
@@ -430,7 +451,7 @@ class Activations:
         self.before_blocks = tokens * (8 + 8 + FP32) + split_lookup + dropout_mask
 
         # Blocks recomputed at a time; None: nothing is recomputed.
-        self.chunk = recompute.checkpoint_num_layers if recompute.checkpoint_activations else None
+        self.chunk = recompute.checkpoint_num_layers if recompute.recomputes_chunks else None
         self.num_layers, self.num_chunks = model.num_layers, -(-model.num_layers // (self.chunk or 1))
         self.inputs_are_on_host = recompute.cpu_checkpointing and on_gpu
         parts = tp if recompute.partition_activations else shards
@@ -452,10 +473,10 @@ class Activations:
         return 0 if self.inputs_are_on_host or self._has_buffer else chunks * self._chunk_input
 
     def alive_at_block(self, block: int) -> int:
-        """Alive when the backward of block number `block` begins: the blocks up to it, or with recomputation the inputs
-        of the chunks up to its own, and the recomputed blocks of its own chunk."""
+        """Alive when the backward of block number `block` begins: all of it, and what is kept of the blocks before it;
+        or the inputs of the chunks up to its own, and the recomputed blocks of its own chunk."""
         if self.chunk is None:
-            return (block + 1) * self.block
+            return block * self.kept + self.block
         number, inside = divmod(block, self.chunk)
         recomputed = (inside + 1) * self.block
         # the next chunk's input is copied to the device meanwhile
@@ -464,4 +485,4 @@ class Activations:
 
     def alive_at_loss(self) -> int:
         """Alive at the end of the forward: all blocks, or the input of each chunk."""
-        return self.num_layers * self.block if self.chunk is None else self._device_input_bytes(self.num_chunks)
+        return self.num_layers * self.kept if self.chunk is None else self._device_input_bytes(self.num_chunks)

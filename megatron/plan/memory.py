@@ -16,7 +16,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import astuple, dataclass, replace
 
-from megatron.plan.footprint import FP32, MOMENTS_PER_WEIGHT, MUON_WIRE_BYTES, PlannedRun
+from megatron.plan.footprint import FP32, MOMENTS_PER_WEIGHT, PlannedRun
 from megatron.zero.layout import FlatLayout, Slot
 from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS
 
@@ -271,5 +271,5 @@ def _update_phase(run: PlannedRun) -> PhaseMemory:
         # this rank's part of a bucket and the parts of all ranks; four copies of a matrix, and its square products
         largest = max(slot.numel for slot in run.block_parameters) * run.tp
         joined = 4 * largest + 2 * run.config.model.hidden_size ** 2
-        buffers = max(buffers, (matrices * (1 + run.num_shards * run.tp) + joined) * MUON_WIRE_BYTES)
+        buffers = max(buffers, (matrices * (1 + run.num_shards * run.tp) + joined) * run.muon_bytes)
     return _step_phase(run, "update", persistent_memory(run).gradients, 0, waiting + buffers)

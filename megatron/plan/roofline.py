@@ -104,14 +104,18 @@ def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
             traffic += 3 * matrices * planned.param_bytes  # their gradients are added to the bucket
         return flops, traffic
 
-    directions = [False, True] + [False] * (acts.chunk is not None)  # recomputation is another forward
+    recompute = planned.config.recompute
+    directions = [False, True] + [False] * recompute.checkpoint_activations  # recomputation is another forward
     flops, traffic = (planned.mean_active_blocks * sum(column) for column in zip(*map(block, directions), strict=True))
+    if recompute.is_selective:  # without the products, and mostly without attention
+        attends = "core_attn" in recompute.recompute_modules or not is_fused
+        flops -= planned.mean_active_blocks * (2 * acts.tokens * matrices + (0 if attends else attention))
     if acts.chunk is not None and not model.hidden_dropout:
         # the last product of a chunk is not recomputed: only a dropout behind it would need the output
         flops -= 2 * acts.tokens * model.hidden_size * model.ffn_size / planned.tp * acts.num_chunks
     flops += 6 * acts.tokens * model.hidden_size * planned.vocab_columns
     traffic += passes.logits * acts.tokens * planned.vocab_columns * planned.param_bytes + sum(passes.dropout) * dropout
-    of_block = BLOCK_OPERATIONS + (RECOMPUTE_OPERATIONS if acts.chunk is not None else 0)
+    of_block = BLOCK_OPERATIONS + (RECOMPUTE_OPERATIONS if recompute.checkpoint_activations else 0)
     operations = (planned.accumulation * (of_block * planned.mean_active_blocks + PASS_OPERATIONS)
                   + UNIT_OPERATIONS * (planned.num_layers + 1) + STEP_OPERATIONS)
     products, memory = planned.accumulation * flops / rates.flops, planned.accumulation * traffic / rates.memory

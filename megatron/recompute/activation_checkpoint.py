@@ -24,7 +24,7 @@ import os
 import time
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from inspect import signature
@@ -190,10 +190,13 @@ class Recomputation:
             return function(*args, **kwargs)
         # `run` must not capture an argument: torch passes the tensors, and saves them through the storage's hooks.
         positional, names = len(args), tuple(kwargs)
-        streams, runs = random.get_rng_tracker().get_states(), count()
+        tracker, runs = random.get_rng_tracker(), count()
+        streams = tracker.get_states()
 
         def run(*values: Any) -> Any:
-            with self._forward_rng_streams(streams) if next(runs) else self._timed("forward"):
+            again = next(runs) > 0
+            with tracker.replaying(streams) if again else nullcontext(), \
+                    self._timed("again in backward" if again else "forward"):
                 return function(*values[:positional], **dict(zip(names, values[positional:], strict=True)))
 
         with self._input_storage.save_chunk_inputs():
@@ -208,18 +211,6 @@ class Recomputation:
         parts = [f"{what} {seconds / times * 1e3:.2f} ms x {times}" for what, (seconds, times) in self._timings.items()]
         self._timings.clear()
         return f" recomputation, each chunk | {' | '.join(parts)}" if parts else ""
-
-    @contextmanager
-    def _forward_rng_streams(self, streams: Mapping[str, Tensor]) -> Iterator[None]:
-        """Replay: the RNG tracker has the streams of the forward inside, and its present ones again afterwards."""
-        tracker = random.get_rng_tracker()
-        present = tracker.get_states()
-        tracker.set_states(streams)
-        try:
-            with self._timed("again in backward"):
-                yield
-        finally:  # torch stops the recomputation early with an exception
-            tracker.set_states(present)
 
     @contextmanager
     def _timed(self, what: str) -> Iterator[None]:

@@ -114,7 +114,10 @@ def model(config: Config, groups: Groups, recompute_runner: Recomputation | None
     gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred, config.parallel.sequence_parallel)
     if deferred:
         defer_param_init(gpt2.parameters(), groups.dp)
-    if config.recompute.checkpoint_activations:
+    if config.recompute.is_selective:
+        for block in gpt2.blocks:
+            recompute.recompute_selectively(block, config.recompute.recompute_modules)
+    elif config.recompute.checkpoint_activations:
         recompute_runner = recompute_runner or recomputation(config, groups)
         gpt2.run_blocks = recompute.in_chunks(config.recompute.checkpoint_num_layers, recompute_runner.checkpoint)
     if config.model.memory_centric_tiled_linear:

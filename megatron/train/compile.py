@@ -1,6 +1,6 @@
 """What torch.compile compiles of the model, and the precision of fp32 matrix products.
 
-    model    embeddings to last LayerNorm in one graph: below stage 3, without recomputation, on one data-parallel rank
+    model    embeddings to last LayerNorm in one graph: below stage 3, on one data-parallel rank, no chunks recomputed
     blocks   one graph per block; the engine's hooks run between them
 
 On several data-parallel ranks a whole-model graph would return all gradients at its end, so their reduction could not
@@ -67,7 +67,7 @@ def _reasons_between_blocks(config: Config, dp_size: int) -> Iterator[str]:
         yield "blocks are left out"
     if config.offload.offload_optimizer_device != "none":
         yield "new weights come from the host block by block"
-    if config.recompute.checkpoint_activations:
+    if config.recompute.recomputes_chunks:
         yield "recomputation works block by block"
 
 

@@ -40,6 +40,9 @@ SHAPE: dict[str, Any] = {
     "num_layers": 4, "hidden_size": 128, "num_attention_heads": 4, "max_position_embeddings": 64, "vocab_size": 1000,
     "attention_dropout": 0.0, "hidden_dropout": 0.0, "batch_size": 4}
 
+SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective", "num_layers": 8,
+                             "batch_size": 16, "vocab_size": 200}
+
 KEPT_INPUTS: dict[str, Any] = {"model_parallel_size": 2, "checkpoint_activations": True, "num_layers": 12,
                                "batch_size": 24, "vocab_size": 200}
 """A run of 12 chunks whose kept inputs are much of its memory."""
@@ -101,6 +104,7 @@ def check(world: int, runs: list[dict[str, Any]]) -> None:
     {"hidden_dropout": 0.1, "attention_dropout": 0.1, "checkpoint_activations": True, "checkpoint_num_layers": 4},
     {"reset_attention_mask": True, "zero_stage": 2},
     {"activation": "swiglu", "num_query_groups": 2, "zero_stage": 2},
+    SELECTIVE, {**SELECTIVE, "recompute_modules": ("core_attn",), "activation": "swiglu"},
     {"position_embedding_type": "rope", "activation": "squared_relu"}, {"qk_norm": True, "normalization": "RMSNorm"},
 ], ids=str)
 def test_the_predicted_peak_of_one_process_is_the_measured_one(values: dict[str, Any]) -> None:
@@ -116,7 +120,8 @@ def test_the_predicted_peak_of_one_process_is_the_measured_one(values: dict[str,
         {}, {"checkpoint_activations": True, "checkpoint_num_layers": 2, "bf16": True})],
     [{"model_parallel_size": 2, "hidden_dropout": 0.1, "attention_dropout": 0.1},
      {"model_parallel_size": 2, "sequence_parallel": True, "hidden_dropout": 0.1, "attention_dropout": 0.1},
-     {**KEPT_INPUTS, "sequence_parallel": True, "checkpoint_num_layers": 3}],
+     {**KEPT_INPUTS, "sequence_parallel": True, "checkpoint_num_layers": 3},
+     {**SELECTIVE, "model_parallel_size": 2, "sequence_parallel": True, "hidden_dropout": 0.1}],
     [{**KEPT_INPUTS, "partition_activations": True, "checkpoint_num_layers": 3}],
     pytest.param([{**KEPT_INPUTS, "partition_activations": True, **more} for more in (
         {}, {"contiguous_memory_optimization": True, "number_checkpoints": 18})], marks=pytest.mark.slow)],
@@ -209,11 +214,11 @@ def predicted(ranks: int = 1, device: Any = "cpu", rates: Any = RATES, **values:
     return step_time(PlannedRun(build_config({**DEEP, **values}), ranks, device), rates)
 
 
-@pytest.mark.parametrize("chunk", [0, 1, 2, 3])
-def test_products_are_those_that_torch_runs(chunk: int) -> None:
+@pytest.mark.parametrize("recompute", [{}, *({"checkpoint_num_layers": chunk} for chunk in (1, 2, 3)),
+                                       {"recompute_granularity": "selective"}], ids=str)
+def test_products_are_those_that_torch_runs(recompute: dict[str, Any]) -> None:
     """Attention aside, of which a causal kernel computes the lower triangle: it vanishes for short sequences."""
-    values = {**DEEP, "seq_length": 2, "hidden_size": 256,
-              **({"checkpoint_activations": True, "checkpoint_num_layers": chunk} if chunk else {})}
+    values = {**DEEP, "seq_length": 2, "hidden_size": 256, "checkpoint_activations": bool(recompute), **recompute}
     config = build_config(values)
     model = build.model(config, Groups(), build.recomputation(config, Groups()))
     engine = build.engine(config, model, Groups(), CPU)

@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import re
+from collections import Counter
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,13 +17,15 @@ import pytest
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import mpu
 from megatron import recompute
 from megatron.config.tree import RecomputeConfig, TrainConfig
+from megatron.config.zero_config import RECOMPUTE_MODULES
 from megatron.errors import ConfigError
 from megatron.model import GPT2
-from megatron.recompute import Recomputation, activation_checkpoint
+from megatron.recompute import Recomputation, activation_checkpoint, selective
 from megatron.train import build
 from mpu.groups import SOLO, Group, Groups, build as build_groups
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
@@ -45,11 +48,15 @@ SWITCHES = [SPLIT, ROWS, ALL, replace(SPLIT, cpu_checkpointing=True), RecomputeC
 
 
 def gradients(tp: int, chunk: int | None, precision: str, accumulation: int = 1, stage: int = 0,
-              switches: RecomputeConfig = RecomputeConfig()) -> Run:
+              switches: RecomputeConfig = RecomputeConfig(), modules: tuple[str, ...] | None = None,
+              sequence_parallel: bool = False) -> Run:
     """Gradients after backward, every random stream after it, and how often blocks ran."""
     groups = build_groups(tp)
     build.seed_everything(TrainConfig(seed=3), groups)
-    model = GPT2(tiny_model(num_layers=LAYERS, attention_dropout=0.1, hidden_dropout=0.1), groups.tp)
+    shape = tiny_model(num_layers=LAYERS, attention_dropout=0.1, hidden_dropout=0.1)
+    model = GPT2(shape, groups.tp, sequence_parallel=sequence_parallel)
+    for block in model.blocks if modules is not None else ():
+        recompute.recompute_selectively(block, modules or ())
     if chunk is not None:
         model.run_blocks = recompute.in_chunks(chunk, Recomputation(switches, groups.tp).checkpoint)
     engine = engine_of(model, groups, accumulation=accumulation, bf16=precision == "bf16", zero_stage=stage,
@@ -100,7 +107,18 @@ def every_switch(tp: int, stage: int) -> None:
             assert same(streams_after, streams), f"{precision}, {switches}: recomputation moved a random stream"
 
 
+def every_module(tp: int, stage: int) -> None:
+    for modules, split in ((RECOMPUTE_MODULES, True), (RECOMPUTE_MODULES[:2], False), ((), False)):
+        expected, streams, _ = gradients(tp, None, "fp32", stage=stage, sequence_parallel=split)
+        found, streams_after, calls = gradients(tp, None, "fp32", stage=stage, modules=modules, sequence_parallel=split)
+        assert calls == LAYERS, "a block was recomputed as a whole"
+        assert same(found, expected), f"{modules}: gradients differ"
+        assert same(streams_after, streams), f"{modules}: recomputation moved a random stream"
+
+
 def every_run(rank: int, world: int) -> None:
+    every_module(tp=2, stage=0)
+    every_module(tp=1, stage=3)
     every_chunk(2, "fp32")
     every_chunk(1, "bf16")
     every_switch(tp=2, stage=0)
@@ -120,6 +138,40 @@ def test_an_evaluation_recomputes_nothing() -> None:
     with torch.no_grad():
         model(rows[:, :-1], rows[:, 1:])
     assert len(calls) == 1
+
+
+class Operations(TorchDispatchMode):
+    """Counts operations by their names."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.count: Counter[str] = Counter()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count[func.name().split("::")[1].partition("_for_")[0]] += 1
+        return func(*args, **(kwargs or {}))
+
+
+def operations(modules: tuple[str, ...] | None) -> Counter[str]:
+    model = GPT2(tiny_model(num_layers=1, attention_dropout=0.0, hidden_dropout=0.0))
+    if modules is not None:
+        recompute.recompute_selectively(model.blocks[0], modules)
+    rows = torch.zeros(1, 17, dtype=torch.long)
+    with Operations() as counted:
+        model(rows[:, :-1], rows[:, 1:]).backward()
+    return counted.count
+
+
+def test_selective_recomputation_runs_the_modules_again_and_no_product() -> None:
+    assert set(RECOMPUTE_MODULES) == set(selective.OPERATIONS)
+    names = {"layernorm": ("native_layer_norm", 2), "mlp_act": ("gelu", 1),
+             "core_attn": ("_scaled_dot_product_flash_attention", 1)}
+    plain = operations(None)
+    for modules in ((), *((module,) for module in RECOMPUTE_MODULES), RECOMPUTE_MODULES):
+        again = operations(modules)
+        assert all(again[name] == plain[name] for name in ("mm", "addmm"))
+        assert {module: again[name] - plain[name] for module, (name, _) in names.items()} == {
+            module: times if module in modules else 0 for module, (_, times) in names.items()}
 
 
 # ---- what waits for backward -------------------------------------------------------------------------------------
@@ -323,6 +375,15 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"contiguous_checkpointing": True, "partition_activations": True}, "needs number_checkpoints"),
     ({"deepspeed_config": {"activation_checkpointing": {"cpu_chekpointing": True}}}, "did you mean"),
 ]
+
+
+def test_selective_recomputation_refuses_other_modules_and_storage_of_inputs() -> None:
+    chosen = {"checkpoint_activations": True, "recompute_granularity": "selective"}
+    for values, told in (
+            ({"recompute_modules": ("mlp",)}, "--recompute-modules is mlp: expected of layernorm, mlp_act, core_attn"),
+            ({"cpu_checkpointing": True}, "leave out --cpu-checkpointing")):
+        with pytest.raises(ConfigError, match=told):
+            RecomputeConfig(**chosen, **values)
 
 
 @pytest.mark.usefixtures("unconfigured")

@@ -44,13 +44,14 @@ def complete(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(compile, "_missing_compiler", lambda: "")
 
 
+SELECTIVE: dict[str, Any] = {"checkpoint_activations": True, "recompute_granularity": "selective"}
 SCOPES: list[tuple[dict[str, Any], int, torch.device, str]] = [
     ({}, 1, CPU, "nothing"), ({"compile": True}, 1, CPU, "model"), ({}, 1, CUDA, "model"),
     ({"compile": False}, 1, CUDA, "nothing"), ({"compile_scope": "blocks"}, 1, CUDA, "blocks"),
     ({"zero_stage": 1}, 1, CUDA, "model"), ({"zero_stage": 2}, 1, CUDA, "model"),
     ({"zero_stage": 3}, 1, CUDA, "blocks"),
     ({}, 2, CUDA, "blocks"), ({"compile_scope": "model"}, 2, CUDA, "model"), ({"zero_stage": 2}, 2, CUDA, "blocks"),
-    ({"checkpoint_activations": True}, 1, CUDA, "blocks"),
+    ({"checkpoint_activations": True}, 1, CUDA, "blocks"), (SELECTIVE, 1, CUDA, "model"),
 ]
 REFUSED: list[tuple[dict[str, Any], int, str]] = [
     ({"zero_stage": 3}, 1, "come and go at stage 3"), ({"zero_stage": 1}, 2, "arrive block by block"),
@@ -93,7 +94,7 @@ def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
 @pytest.mark.parametrize("values", [
     *({"zero_stage": stage} for stage in range(4)), {"zero_stage": 1, "bf16": True},
-    {"checkpoint_activations": True}], ids=str)
+    {"checkpoint_activations": True}, SELECTIVE, {**SELECTIVE, "zero_stage": 3}], ids=str)
 def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(values, monkeypatch):
     monkeypatch.setattr(mpu.device, "FORCE_ACCELERATOR_PATH", True)
     eager = trained({**values, "compile": False})
@@ -103,7 +104,7 @@ def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(values,
     counters.clear()
     compiled = trained({**values, "compile": True})
     assert not counters["graph_break"]
-    blocks = values.get("zero_stage") == 3 or "checkpoint_activations" in values
+    blocks = values.get("zero_stage") == 3 or values == {"checkpoint_activations": True}
     assert counters["stats"]["unique_graphs"] == 1, "one graph serves all blocks" if blocks else "the whole model"
     assert compiled == eager
 
