@@ -141,6 +141,16 @@ def subgroup(group: Group, size: int) -> Group:
     return _wrap_process_group(group.ranks[group.rank], mine, handle, None)
 
 
+def split_into_replicas(group: Group, size: int) -> tuple[Group, Group]:
+    """(this rank's block of `size` consecutive ranks, the ranks at its place in all blocks). Collective over the group,
+    which `size` divides; both are found again by a second call."""
+    place = group.rank % size
+    replicas = group.ranks[place::size]
+    handle = None if len(replicas) == 1 else _find_or_create_process_group(
+        f"place {place} of {size} in {group.name}", replicas)
+    return subgroup(group, size), _wrap_process_group(group.ranks[group.rank], replicas, handle, None)
+
+
 def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,
                                   backend: str | None = None) -> dist.ProcessGroup:
     """The process group with this description. Collective over its ranks if it is created."""

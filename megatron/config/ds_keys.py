@@ -181,7 +181,6 @@ DS_KEYS: dict[str, DsKeyRow] = {
        for name in ("zero_quantized_weights", "zero_quantized_nontrainable_weights",
                     "zero_quantized_gradients", "mics_hierarchical_params_gather")},
     _ZERO_SECTION + "zero_hpz_partition_size": FixedValue((1,), _ZEROPP),
-    _ZERO_SECTION + "mics_shard_size": FixedValue((-1,), _ZEROPP),
     _ZERO_SECTION + "zeropp_loco_param": FixedValue((None,), _ZEROPP),
     _ZERO_SECTION + "zenflow": FixedValue((None,), "the optimizer step is not split in time (delayed_param_update of "
                                           "offload_optimizer runs the host's beside the next pass)"),

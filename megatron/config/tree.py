@@ -130,6 +130,8 @@ class Config:
         if optim.optimizer in ONE_BIT_OPTIMIZERS:
             require(stage < 2, "{optimizer=} needs {zero_stage} 0 or 1, not {stage}: each rank says what its own "
                     "gradients are, whole, and from stage 2 on they are summed and split as they are made", stage=stage)
+            require(self.zero.zero_shard_group_size is None, "{optimizer=} and {zero_shard_group_size} exclude each "
+                    "other: every rank is a server of the momentum; leave one out")
             require(offload.offload_optimizer_device == "none",
                     "{optimizer=} and {offload_optimizer_device=} exclude each other: what a rank says is made of "
                     "the momentum, on the device; leave one out")
@@ -166,6 +168,7 @@ class Config:
         """Raise a ConfigError if this number of ranks does not fit the configuration."""
         dp = data_parallel_size(world_size, self.parallel.model_parallel_size)
         micro, batch = self.train.batch_size, self.train.global_batch_size
+        self.zero.shard_ranks(dp)
         require(batch is None or batch % (micro * dp) == 0, f"--global-batch-size {batch} is not divisible by "
                 f"--batch-size {micro} x data parallel size {dp} = {micro * dp}")
         if (ramp := self.train.batch_ramp) is not None and batch is not None:

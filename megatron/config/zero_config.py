@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.schema import (EXPONENT, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey, one_of,
+from megatron.config.schema import (EXPONENT, INTEGER, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey, one_of,
                                     require, setting)
 
 
@@ -101,6 +101,11 @@ class ZeroConfig(ConfigSection):
 
     zero_stage: int = setting(0, "partition 0: nothing; 1: optimizer state (as --use-distributed-optimizer); 2: and "
                               "gradients; 3: and parameters", json=_ZERO_OPTIMIZATION + "stage", common=True)
+    zero_shard_group_size: int | None = setting(
+        None, "partition over groups of N consecutive data parallel ranks (those of a node, say), each of which has "
+        "everything, and reduce gradients between the groups (default: over all ranks)", json=JsonKey(
+            _ZERO_OPTIMIZATION + "mics_shard_size", INTEGER, lambda size: None if size == -1 else size, default="-1",
+            help="-1: over all ranks; DeepSpeed has it at stage 3"), ge=2, needs=_SHARDED)
     contiguous_gradients: bool = setting(True, "write gradients into one buffer as they are computed",
                                          "zero-contiguous-gradients", "zero-contigious-gradients",
                                          json=_ZERO_OPTIMIZATION)
@@ -152,6 +157,12 @@ class ZeroConfig(ConfigSection):
         errors.require(not self.prescale_gradients or self.gradient_predivide_factor == 1, "{prescale_gradients} "
                        "divides by the data parallel size, {gradient_predivide_factor} by {factor:g}: give one of them",
                        factor=self.gradient_predivide_factor)
+
+    def shard_ranks(self, dp_size: int) -> int:
+        """The number of data parallel ranks that share what the stage partitions; ConfigError if it does not fit."""
+        size = 1 if self.zero_stage == 0 else self.zero_shard_group_size or dp_size
+        require(dp_size % size == 0, f"--zero-shard-group-size {size} does not divide the {dp_size} data parallel ranks")
+        return size
 
 
 _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."

@@ -121,7 +121,7 @@ class PlannedRun:
 
     @property
     def num_shards(self) -> int:
-        return self.dp if self.policy.optim_is_sharded else 1
+        return self.config.zero.shard_ranks(self.dp)
 
     @property
     def num_layers(self) -> int:
@@ -340,26 +340,29 @@ class PlannedRun:
     # ---- traffic ------------------------------------------------------------------------------------------------
 
     def traffic(self) -> TrafficBytes:
-        """By ring collectives: a rank sends all but its own shard, once per reduce-scatter and once per all-gather."""
-        peers = self.dp - 1
+        """By ring collectives: a rank sends all but its own shard, once per reduce-scatter and once per all-gather.
+        Replicas of shards then all-reduce them, which are two such passes."""
         blocks = self.num_layers * self.block.numel
         numel = self.root.numel + self.persistent.numel + blocks
         times = self.accumulation if self.policy.grads_are_sharded else 1
         sent_bytes = self.grad_bytes
         if self.device == "cuda":  # accelerators reduce in fp32 unless configured otherwise
             sent_bytes = 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
-        gradients = numel * sent_bytes * peers // self.dp * times
+        shards, replicas = self.num_shards, self.dp // self.num_shards
+        gradients = (numel * sent_bytes * (shards - 1) // shards
+                     + 2 * (numel // shards * sent_bytes * (replicas - 1) // replicas)) * times
         if self.config.optim.optimizer in ONE_BIT_OPTIMIZERS:  # after the warm-up, to the servers and back
-            return TrafficBytes(2 * (numel * peers // self.dp // 8),
-                                numel * self.param_bytes * peers // self.dp if self.policy.optim_is_sharded else 0)
+            return TrafficBytes(2 * (numel * (self.dp - 1) // self.dp // 8),
+                                numel * self.param_bytes * (shards - 1) // shards)
         if not self.policy.optim_is_sharded:
-            return TrafficBytes(2 * gradients, 0)
+            return TrafficBytes(gradients, 0)
+        peers = shards - 1
         matrices = sum(peers * self.matrices_numel(layout) for layout, _ in self.bucket_offload) * self.muon_bytes
         gathered = numel
         if self.policy.params_are_sharded:
             twice = round(2 * self.mean_active_blocks * self.block.numel)  # forward and backward
             gathered = self.persistent.numel + self.accumulation * (self.root.numel + twice)
-        return TrafficBytes(gradients, gathered * self.param_bytes * peers // self.dp, matrices)
+        return TrafficBytes(gradients, gathered * self.param_bytes * peers // shards, matrices)
 
     @cached_property
     def muon_bytes(self) -> int:

@@ -6,7 +6,7 @@
                      fp32 on the device of the update
     grads            the gradients (gradients.py); frozen parameters have none
     shard_group      the ranks a bucket is sharded over; `replica_group`: the ranks with the same shard. One of the two
-                     always has one rank
+                     has one rank, unless states are sharded over a part of data parallel (hybrid sharding)
 
 Buckets move data; pass_coordinator.py decides when, stages.py what is sharded. Each gather
 allocates new storage and resharding drops only the engine's references: a tensor that a user kept stays valid.
@@ -86,7 +86,8 @@ class FlatBucket(ParamOwner):
         self._broadcast_group = SOLO if config.values_are_equal else config.dp
         self.trainable = members[0][1].requires_grad
         # Frozen parameters have no optimizer state: their buckets are sharded at stage 3 only.
-        self.shard_group, self.replica_group = (config.dp, SOLO) if policy.optim_is_sharded else (SOLO, config.dp)
+        self.shard_group, self.replica_group = (
+            config.sharding or (config.dp, SOLO)) if policy.optim_is_sharded else (SOLO, config.dp)
         slots = [Slot(path, tuple(full_shape(p)), config.param_group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         self.layout = FlatLayout(slots, self.shard_group.size)

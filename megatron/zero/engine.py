@@ -60,7 +60,7 @@ from megatron.zero.units import ModelParamGuard, attach_main_grad_writers, build
 from megatron.zero.update import DelayedOptimizerUpdate, OptimizerUpdate
 from mpu.collectives import all_reduce_into
 from mpu.device import on_accelerator, scalars_on_device
-from mpu.groups import Groups
+from mpu.groups import Groups, split_into_replicas
 
 NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.type in the configuration"
 
@@ -93,10 +93,12 @@ class ZeroEngine:
         dtypes = bucket_dtypes(self._policy, precision, accumulation, masters_are_separate=quantize.quantize_training)
         self.engine_storage = engine_storage or EngineStorage(DeviceStorage(device),
                                                               DeviceStorage(device, dtypes.params))
-        buffer_pool = BufferPool()
+        buffer_pool, size = BufferPool(), zero.shard_ranks(groups.dp.size)
+        sharding = split_into_replicas(groups.dp, size) if 1 < size < groups.dp.size else None
         self.units = build_units(module, BucketingConfig(
             self._policy, comm, dtypes, groups.dp, device,
-            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, buffer_pool))
+            zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, buffer_pool,
+            sharding))
         attach_main_grad_writers(self.units)
         scaling = LossScaleRule() if not precision.fp16 else LossScaleRule(
             precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis,

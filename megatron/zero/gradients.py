@@ -61,7 +61,7 @@ class FlatGradients:
         device, dtypes, comm = config.device, config.dtypes, config.comm
         self.name, self.layout, self.parameters = name, layout, parameters
         self._accumulates_shard, self._params_are_sharded = policy.grads_are_sharded, policy.params_are_sharded
-        self._shard_group, self._replica_group = shard_group, replica_group
+        self._dp, self._shard_group, self._replica_group = config.dp, shard_group, replica_group
         self._shard_slice = layout.shard_slice(shard_group.rank)
         self._device, self._dtypes, self._comm = device, dtypes, comm
         self.buffer_pool, self.log, self.offloader = config.buffer_pool, config.log, offloader
@@ -253,9 +253,11 @@ class FlatGradients:
         # output, [shard_numel] <- this rank's part of the sum over ranks of `sent`, [numel]
         if not self._shard_group.is_solo and self._comm.reduce_scatter:
             work = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._dtypes.reduction)
+            if not self._replica_group.is_solo:
+                work = CollectiveWork([work], lambda: all_reduce_into(
+                    output, self._replica_group, "sum", bucket_size, self._dtypes.reduction).wait())
         else:
-            group = self._replica_group if self._shard_group.is_solo else self._shard_group
-            work = all_reduce_into(sent, group, "sum", bucket_size, self._dtypes.reduction)
+            work = all_reduce_into(sent, self._dp, "sum", bucket_size, self._dtypes.reduction)
             if sent is not grads or not is_in_buffer:
                 work = CollectiveWork([work], partial(output.copy_, sent[self._shard_slice]))
         self._pending_reduction = PendingReduction(work, output, is_in_buffer, number)

@@ -188,9 +188,11 @@ def _set_value(param: nn.Parameter, value: Tensor, optim_state_key: str, *, is_f
 
 def _assert_equal_values(bucket: FlatBucket, name: str, kind: str, value: Tensor, *, is_full: bool) -> None:
     """Raise ConfigError, before anything is written, if ranks that must hold equal values got different ones."""
-    is_same_everywhere = is_full or not bucket.replica_group.is_solo
-    if (is_same_everywhere or kind == WEIGHT) and not _assert_collective(
-            bucket, f"setting the {kind} of {name}", value if is_same_everywhere else None):
+    owners = bucket.dp if is_full else bucket.replica_group  # the ranks that hold these elements
+    engine, where = bucket.engine(), f"setting the {kind} of {name}"
+    if engine is not None and owners.is_solo and kind == WEIGHT:
+        assert_collective_call(engine.log, bucket.dp, where)
+    elif engine is not None and not owners.is_solo and not assert_collective_call(engine.log, owners, where, value):
         raise ConfigError(f"the {kind} given for {name} is not the same on all data parallel ranks: give every rank "
                           "the same value (broadcast it, or make it from the same seed); nothing was changed")
 

@@ -106,8 +106,9 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
     all_succeed_or_raise(core.check_before_save, engine.groups.world)
     kinds, tensors = ("weight", *(core.rule.states if optimizer else ())), list[TensorSource]()
     for bucket in (*core.buckets, *(core.frozen_buckets if frozen else ())):
-        # Replicas of an unsharded bucket divide the writing as if it were sharded.
-        layout = FlatLayout(bucket.layout.slots, dp.size)
+        # Replicas of an unsharded bucket divide the writing as if it were sharded. Of replicas of shards the first ones
+        # write: they are the first ranks.
+        layout = FlatLayout(bucket.layout.slots, dp.size) if bucket.shard_group.is_solo else bucket.layout
         for kind, slot in product(kinds if bucket.trainable else ("weight",), layout.slots):
             tensors.append(TensorSource.of(kind, slot.name, bucket.master_state.dtype,
                                            TPSlice(slot.shape, slot.partition, tp.rank, tp.size),

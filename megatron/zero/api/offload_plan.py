@@ -193,7 +193,8 @@ def check_host_memory(config: Config, rule: UpdateRule, model: nn.Module, dp_siz
     share = offload.offload_optimizer_ratio * (offload.offload_optimizer_device == "cpu")
     each = share * (4 * (1 + len(rule.states)) + work)
     each += work * (offload.offload_param_device == "cpu")
-    numel = -(-sum(full_shape(parameter).numel() for parameter in model.parameters()) // dp_size)
+    shards = config.zero.shard_ranks(dp_size)
+    numel = -(-sum(full_shape(parameter).numel() for parameter in model.parameters()) // shards)
     available, ranks = host_memory.available_bytes(), read_environment().local_world_size
     needed = int(each * numel) * ranks
     if available is not None and needed > available:
@@ -255,8 +256,9 @@ def probe_drives(config: Config, rule: UpdateRule, model: nn.Module, dp_size: in
     if env.local_rank != 0:
         return []
     sizes = [full_shape(parameter).numel() for parameter in model.parameters()]
-    state = int(4 * -(-sum(sizes) // dp_size) * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
-    sharded = -(-sum(size for size in sizes if size >= config.zero.stage3_param_persistence_threshold) // dp_size)
+    shards = config.zero.shard_ranks(dp_size)
+    state = int(4 * -(-sum(sizes) // shards) * (1 + len(rule.states)) * config.offload.offload_optimizer_ratio)
+    sharded = -(-sum(size for size in sizes if size >= config.zero.stage3_param_persistence_threshold) // shards)
     weights = max(0, sharded - config.offload.offload_param_max_in_cpu) * DTYPES[config.precision.name].itemsize
     state, weights = env.local_world_size * state, env.local_world_size * weights
     loads = {"optimizer": ("optimizer state", state, state, state),

@@ -132,11 +132,13 @@ Run = tuple[str, tuple[int, ...], int, Tensor]
 
 
 def master_runs(engine: ZeroEngine) -> list[Run]:
-    """(parameter, local shape, offset, values) of the fp32 weights this rank would write to a checkpoint."""
-    dp = engine.groups.dp
+    """(parameter, local shape, offset, values) of the fp32 weights of this rank's shards; of a part of what every rank
+    has."""
+    parts = ((bucket, engine.groups.dp if bucket.shard_group.is_solo else bucket.shard_group)
+             for bucket in engine.all_buckets)
     return [(own.slot.name, own.slot.shape, own.slot_offset,
              read_state(bucket, "weight", own.slot, own.slot_offset, own.count).clone())
-            for bucket in engine.all_buckets for own in FlatLayout(bucket.layout.slots, dp.size).segments(dp.rank)]
+            for bucket, ranks in parts for own in FlatLayout(bucket.layout.slots, ranks.size).segments(ranks.rank)]
 
 
 def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:

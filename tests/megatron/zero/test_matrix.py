@@ -63,12 +63,13 @@ class Cell:
     precision: str = "fp32"
     accumulation: int = 1
     recompute: bool = False
+    replicas: int = 1  # of each shard (--zero-shard-group-size dp / replicas)
 
     def config(self) -> Config:
         precision = {"fp16": {"fp16": True, "initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW},
                      "bf16": {"bf16": True}, "fp32": {}}[self.precision]
         return configure_gpt2(
-            zero_stage=self.stage, model_parallel_size=self.tp, checkpoint_activations=self.recompute,
+            zero_stage=self.stage, zero_shard_group_size=self.dp // self.replicas if self.replicas > 1 else None, model_parallel_size=self.tp, checkpoint_activations=self.recompute,
             batch_size=ROWS // self.dp // self.accumulation, global_batch_size=ROWS, **precision)
 
 
@@ -158,7 +159,12 @@ def joined(cell: Cell, ranks: list[Trained]) -> tuple[dict[str, Tensor], dict[st
     """(fp32 masters, weights at work) of the whole model, from what all ranks have of it."""
     columns = [ranks[t :: cell.tp] for t in range(cell.tp)]  # one a tensor parallel rank
     model = GPT2(cell.config().model)
-    masters = [assemble([run for rank in column for run in rank.masters]) for column in columns]
+    size = cell.dp // cell.replicas
+    replicas = [[assemble([run for rank in column[start : start + size] for run in rank.masters]) for column in columns]
+                for start in range(0, cell.dp, size)]
+    masters = replicas[0]
+    assert all(torch.equal(value, first[name]) for replica in replicas for column, first in zip(replica, masters)
+               for name, value in column.items()), "replicas of a shard differ"
     return join_tensor_parallel(masters, model), join_tensor_parallel([column[0].weights for column in columns], model)
 
 
@@ -217,6 +223,8 @@ def check(cells: list[Cell], steps: int) -> None:
     pytest.param([Cell(stage, 1, 1) for stage in STAGES], id="one process"),
     pytest.param([Cell(3, 1, 1, "fp16", 4), Cell(0, 1, 1, "fp16", 4, True)], id="one rank"),
     pytest.param([Cell(2, 2, 1, "bf16", 1, True), Cell(1, 2, 1, "bf16", 4)], id="tensor parallel"),
+    pytest.param([Cell(stage, 1, 4, "fp32", stage, replicas=2) for stage in (1, 2)] + [
+        Cell(3, 1, 4, precision, recompute=True, replicas=2) for precision in ("fp32", "bf16")], id="replicas of shards"),
     pytest.param([Cell(2, 2, 2, "fp16"), Cell(3, 2, 2, "fp16", 1, True)], id="both"),
 ])
 def test_a_sample_of_the_layouts_trains_like_a_plain_loop(cells: list[Cell]) -> None:
