@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from megatron.config.schema import (EXPONENT, INTEGER, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey, one_of,
-                                    require, setting)
+from megatron.config.schema import (EXPONENT, INTEGER, MAX_INT64, NUMBER_FROM_0, ConfigSection, ErrorList, JsonKey,
+                                    one_of, require, setting)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -161,7 +161,8 @@ class ZeroConfig(ConfigSection):
     def shard_ranks(self, dp_size: int) -> int:
         """The number of data parallel ranks that share what the stage partitions; ConfigError if it does not fit."""
         size = 1 if self.zero_stage == 0 else self.zero_shard_group_size or dp_size
-        require(dp_size % size == 0, f"--zero-shard-group-size {size} does not divide the {dp_size} data parallel ranks")
+        require(dp_size % size == 0,
+                f"--zero-shard-group-size {size} does not divide the {dp_size} data parallel ranks")
         return size
 
 

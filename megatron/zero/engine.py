@@ -98,7 +98,7 @@ class ZeroEngine:
         self.units = build_units(module, BucketingConfig(
             self._policy, comm, dtypes, groups.dp, device,
             zero.stage3_param_persistence_threshold, group_of.__getitem__, self.log, self.engine_storage, buffer_pool,
-            sharding))
+            sharding=sharding))
         attach_main_grad_writers(self.units)
         scaling = LossScaleRule() if not precision.fp16 else LossScaleRule(
             precision.loss_scale or precision.initial_loss_scale, precision.loss_scale_window, precision.hysteresis,

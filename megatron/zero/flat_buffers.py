@@ -68,12 +68,12 @@ class BucketingConfig:
     log: CollectiveLog
     engine_storage: EngineStorage
     buffer_pool: BufferPool
-    # Where states are sharded over a part of `dp`: the ranks of this shard, and those with the same shard.
-    sharding: tuple[Group, Group] | None = None
     # Changes the parameters of a bucket when it is resharded; None: replaces them by placeholders.
     show_sharded: Callable[[Any], None] | None = None
     # All ranks have the same initial values; otherwise the first rank of `dp` broadcasts its own.
     values_are_equal: bool = False
+    # Where states are sharded over a part of `dp`: those ranks, and the ranks with the same shard.
+    sharding: tuple[Group, Group] | None = None
 
 
 @dataclass(frozen=True, eq=False)

@@ -330,7 +330,8 @@ def bytes_of_gradients(rank: int, world: int, stage: int, flags: list[str]) -> t
             for _ in range(config.accumulation(world)):
                 engine.backward(engine(*batch, grad_scale=engine.backward_scale))
                 engine.step()
-    found = sum(WAYS[kind] * numel * dtype.itemsize * (world - 1) // world for kind, numel, dtype in sent
+    size = config.zero.zero_shard_group_size or world  # of two groups of two ranks, both kinds are over two
+    found = sum(WAYS[kind] * numel * dtype.itemsize * (size - 1) // size for kind, numel, dtype in sent
                 if kind in WAYS and numel >= LARGE)
     return PlannedRun(config, world, "cuda").traffic().gradients, found
 
@@ -342,3 +343,6 @@ def test_the_plan_of_gpus_counts_the_bytes_that_travel(stage: int) -> None:
         more = ["--batch-size", "2", "--global-batch-size", str(4 * accumulation)]
         for planned, sent in run_ranks(bytes_of_gradients, 2, stage, [*flags, *more]):
             assert planned == sent, (accumulation, flags)
+    if stage:
+        for planned, sent in run_ranks(bytes_of_gradients, 4, stage, ["--zero-shard-group-size", "2"]):
+            assert planned == sent, "replicas of shards"

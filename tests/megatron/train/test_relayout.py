@@ -30,18 +30,20 @@ class Layout(NamedTuple):
     dp: int
     stage: int
     splits_positions: bool = False  # which no tag records
+    shards: int | None = None  # neither does a tag record this
 
     def __str__(self) -> str:
-        return f"tp{self.tp}dp{self.dp}z{self.stage}{'sp' * self.splits_positions}"
+        return f"tp{self.tp}dp{self.dp}z{self.stage}{'sp' * self.splits_positions}{self.shards or ''}"
 
     def flags(self) -> list[object]:
         return ["--model-parallel-size", self.tp, "--zero-stage", self.stage, "--batch-size", BATCH // self.dp,
-                "--global-batch-size", BATCH, *["--sequence-parallel"] * self.splits_positions]
+                "--global-batch-size", BATCH, *["--sequence-parallel"] * self.splits_positions,
+                *([] if self.shards is None else ["--zero-shard-group-size", self.shards])]
 
 
 LAYOUTS = [Layout(*row) for row in ((1, 1, 0), (1, 1, 3), (1, 2, 0), (1, 2, 1), (1, 2, 2), (1, 2, 3), (1, 4, 1),
                                     (1, 4, 3), (2, 1, 0), (2, 1, 3), (2, 2, 1), (2, 2, 2), (2, 2, 3), (4, 1, 0),
-                                    (2, 2, 2, True), (4, 1, 0, True))]
+                                    (2, 2, 2, True), (4, 1, 0, True), (1, 4, 3, False, 2))]
 SAMPLE = [Layout(1, 2, 3), Layout(2, 1, 1), Layout(2, 1, 1, True)]
 
 
@@ -67,6 +69,20 @@ def loaded_by(rank: int, world: int, corpus: str, layout: Layout, others: list[L
             said.append(train([*flags(corpus, layout), "--load", folder / f"{other}", "--metrics-file",
                                folder / f"{other}-{layout}.jsonl"]))
     return said
+
+
+def interrupted(rank: int, world: int, corpus: str, layout: Layout, folder: Path) -> None:
+    run = [*TINY, *NO_DROPOUT, "--train-data", corpus, "--train-iters", 4, "--lr", 1e-3, *layout.flags()]
+    train([*run, "--save", folder / "whole"])
+    train([*run, "--save", folder / "parts", "--exit-interval", 2])
+    train([*run, "--save", folder / "parts", "--load", folder / "parts"])
+
+
+def test_of_replicas_of_shards_the_first_saves_and_all_resume_bit_for_bit(tmp_path: Path) -> None:
+    run_ranks(interrupted, 4, write_corpus(tmp_path / "corpus"), Layout(1, 4, 2, shards=2), tmp_path)
+    assert total_digest(tmp_path / "parts") == total_digest(tmp_path / "whole")
+    sizes = [(tmp_path / f"whole/global_step4/rank{rank}.safetensors").stat().st_size for rank in range(4)]
+    assert max(sizes[2:]) < 20_000 < min(sizes[:2]), "random streams of all ranks, weights of the first two"
 
 
 def check(layouts: list[Layout], folder: Path) -> None:

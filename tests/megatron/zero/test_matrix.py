@@ -69,7 +69,8 @@ class Cell:
         precision = {"fp16": {"fp16": True, "initial_loss_scale": FIRST_SCALE, "loss_scale_window": WINDOW},
                      "bf16": {"bf16": True}, "fp32": {}}[self.precision]
         return configure_gpt2(
-            zero_stage=self.stage, zero_shard_group_size=self.dp // self.replicas if self.replicas > 1 else None, model_parallel_size=self.tp, checkpoint_activations=self.recompute,
+            zero_stage=self.stage, zero_shard_group_size=self.dp // self.replicas if self.replicas > 1 else None,
+            model_parallel_size=self.tp, checkpoint_activations=self.recompute,
             batch_size=ROWS // self.dp // self.accumulation, global_batch_size=ROWS, **precision)
 
 
@@ -224,7 +225,8 @@ def check(cells: list[Cell], steps: int) -> None:
     pytest.param([Cell(3, 1, 1, "fp16", 4), Cell(0, 1, 1, "fp16", 4, True)], id="one rank"),
     pytest.param([Cell(2, 2, 1, "bf16", 1, True), Cell(1, 2, 1, "bf16", 4)], id="tensor parallel"),
     pytest.param([Cell(stage, 1, 4, "fp32", stage, replicas=2) for stage in (1, 2)] + [
-        Cell(3, 1, 4, precision, recompute=True, replicas=2) for precision in ("fp32", "bf16")], id="replicas of shards"),
+        Cell(3, 1, 4, precision, recompute=True, replicas=2) for precision in ("fp32", "bf16")],
+        id="replicas of shards"),
     pytest.param([Cell(2, 2, 2, "fp16"), Cell(3, 2, 2, "fp16", 1, True)], id="both"),
 ])
 def test_a_sample_of_the_layouts_trains_like_a_plain_loop(cells: list[Cell]) -> None:

@@ -96,6 +96,19 @@ def test_the_collectives_of_a_step_are_those_of_the_formula(rank: int, world: in
         assert traffic(sent) == formula(stage, accumulation, "bfloat16" if bf16 else "float32")
 
 
+@on_ranks(4)
+def test_replicas_of_shards_reduce_the_shards_between_groups_and_gather_within_one(rank: int, world: int) -> None:
+    for stage in (1, 2, 3):
+        with accelerator_side(), counted() as sent:
+            engine = engine_of(stage, batch_size=4, zero_shard_group_size=2)
+            before = len(sent)
+            engine.backward(engine(torch.randn(4, WIDTH)))
+            engine.step()
+        between = {("all_reduce", UNITS["block"] // 2, "float32"): BLOCKS,
+                   ("all_reduce", UNITS["root"] // 2, "float32"): 1}
+        assert traffic(sent[before:]) == formula(stage, 1, "float32") | between
+
+
 # ---- settings -------------------------------------------------------------------------------------------------------
 
 
