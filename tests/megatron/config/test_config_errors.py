@@ -181,7 +181,7 @@ def test_a_parameter_that_is_a_flag_says_which() -> None:
 VALUES = {"quantize_rounding": "stochastic", "quantize_type": "asymmetric", "eigenvalue_layer_name": "h",
           "flops_profiler_output_file": "f", "onebit_freeze_step": "10", "pld_theta": "0.3",
           "quantize_change_ratio": "0.5", "quantize_start_bits": "12", "quantize_groups": "4",
-          "profile_steps": "2:3"}
+          "profile_steps": "2:3", "recompute_granularity": "selective"}
 
 FIELDS = [item for section in SECTIONS.values() for item in fields(section)]
 SWITCH = {item.name: switch for item in FIELDS for switch, wanted in (setting_of(item).needs or {}).items()

@@ -125,6 +125,7 @@ SPECIAL: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "train_micro_batch_size_per_gpu": (2, {"batch_size": 2, "global_batch_size": 2}, {}),
     "gradient_accumulation_steps": (3, {"global_batch_size": 12}, {}),
     "fp32_allreduce": (True, {"communication_data_type": "fp32"}, {}),
+    "zero_optimization.mics_shard_size": (4, {"zero_shard_group_size": 4}, {}),
     "allgather_size": (5e5, {"allgather_bucket_size": 500_000}, {}),
     "fp16.loss_scale": (128, {"fp16": True, "loss_scale": 128}, FP16),
     "fp16.initial_scale_power": (10, {"fp16": True, "initial_loss_scale": 1024.0}, FP16),
