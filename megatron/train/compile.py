@@ -1,4 +1,4 @@
-"""What torch.compile compiles of the model, and the precision of fp32 matrix products.
+"""What torch.compile compiles of the model, the precision of fp32 matrix products, and the kernel of attention.
 
     model    embeddings to last LayerNorm in one graph: below stage 3, on one data-parallel rank, no chunks recomputed
     blocks   one graph per block; the engine's hooks run between them
@@ -17,9 +17,11 @@ from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
+from torch.nn.attention import SDPBackend
 
 from megatron.config.tree import Config, require
 from megatron.model import GPT2
+from megatron.zero.flat_buffers import DTYPES
 
 # torch's precision level -> arithmetic of fp32 matrix products on a GPU that supports it.
 _MATMUL_PRECISION_NAMES = {"highest": "fp32", "high": "TF32", "medium": "bf16"}
@@ -125,3 +127,38 @@ def compilation_line(config: Config, dp_size: int, device: torch.device) -> str 
     why = f" ({made.reason})" if made.reason else ""
     return (f" products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; "
             f"{what[made.scope]}{graphs}{why}")
+
+
+_ATTENTION_KERNELS = {SDPBackend.MATH: "separate operations", SDPBackend.FLASH_ATTENTION: "FlashAttention",
+                      SDPBackend.EFFICIENT_ATTENTION: "memory-efficient attention", SDPBackend.CUDNN_ATTENTION: "cuDNN"}
+CUDNN_DROPOUT_STEP = 1 / 16  # cuDNN drops with multiples of this probability
+
+
+def attention_line(config: Config, device: torch.device) -> str | None:
+    """Console line on the attention kernel that torch chooses for this run, and on what a faster one needs; None on a
+    CPU."""
+    if device.type != "cuda":
+        return None
+    model, tp = config.model, config.parallel.model_parallel_size
+    query, key = (torch.empty(1, heads // tp, config.seq_length, model.head_size, dtype=DTYPES[config.precision.name],
+                              device=device, requires_grad=True)
+                  for heads in (model.num_attention_heads, model.kv_heads))
+    mask = None
+    if config.data.reset_attention_mask:
+        mask = torch.ones(1, 1, config.seq_length, config.seq_length, dtype=torch.bool, device=device)
+    kernel = SDPBackend(torch._fused_sdp_choice(query, key, key, mask, model.attention_dropout, mask is None,
+                                                enable_gqa=model.kv_heads != model.num_attention_heads))
+    return describe_attention(kernel, config, is_hopper=torch.cuda.get_device_capability(device) >= (9, 0))
+
+
+def describe_attention(kernel: SDPBackend, config: Config, *, is_hopper: bool) -> str:
+    # from Hopper on torch prefers cuDNN, where it can be used
+    fastest = SDPBackend.CUDNN_ATTENTION if is_hopper else SDPBackend.FLASH_ATTENTION
+    obstacles = {"a 16-bit precision (--bf16)": config.precision.name == "fp32",
+                 "no --reset-attention-mask": config.data.reset_attention_mask,
+                 "--attention-dropout 0 or a multiple of 1/16":
+                     is_hopper and config.model.attention_dropout % CUDNN_DROPOUT_STEP != 0,
+                 "no --deterministic": is_hopper and config.train.deterministic}
+    needs = ", ".join(need for need, is_there in obstacles.items() if is_there)
+    why = f"; {_ATTENTION_KERNELS[fastest]}, which is faster, needs {needs}" if kernel is not fastest and needs else ""
+    return f" attention by {_ATTENTION_KERNELS.get(kernel, kernel.name)}{why}"

@@ -35,7 +35,7 @@ from megatron.metrics.sinks import (CsvSink, JsonlSink, MetricsFileReader, Metri
                                     RunConfigRecord, TensorboardSink, WandbProject, WandbSink, open_sinks)
 from megatron.metrics.step_metrics import NvmeStats, StepMetrics
 from megatron.model import count_parameters
-from megatron.train.compile import compilation_line
+from megatron.train.compile import attention_line, compilation_line
 from megatron.train.evaluation import perplexity, printable
 from mpu.groups import Groups
 
@@ -275,8 +275,7 @@ def header_lines(config: Config, groups: Groups, device: torch.device, tokenizer
         f"GPT-2 with {parameters:,} parameters in {config.precision.name} on {tp * dp} x {where}: "
         f"tensor parallel {tp}, data parallel {dp}, ZeRO stage {config.zero.zero_stage}; global batch "
         f"{batch} = {config.train.batch_size} x {config.accumulation(dp)} x {dp}")
-    if compiled := compilation_line(config, dp, device):
-        lines.append(compiled)
+    lines += filter(None, (compilation_line(config, dp, device), attention_line(config, device)))
     source = "random tokens" if config.data.mock_data else " ".join(config.data.train_data)
     lines.append(f" data: {source}, with the {tokenizer.vocab_size:,} tokens of {tokenizer.name}; "
                  f"{format_count(config.train.train_iters, 'iteration')} of {batch} x {config.seq_length} tokens")

@@ -17,6 +17,7 @@ from torch import Tensor
 from torch._dynamo.backends.common import aot_autograd
 from torch._dynamo.utils import counters
 from torch._functorch.partitioners import min_cut_rematerialization_partition
+from torch.nn.attention import SDPBackend
 
 import mpu.device
 from megatron.config.tree import Config, build_config
@@ -73,6 +74,20 @@ def test_the_line_says_what_was_chosen(complete: None) -> None:
     assert compile.compilation_line(config(cuda_graphs=True, matmul_precision="highest"), 2, CUDA) == (
         " products of fp32 matrices in fp32; each block is compiled into CUDA graphs (gradients are reduced while "
         "backward runs)")
+
+
+def test_the_line_on_attention_says_what_a_faster_kernel_needs() -> None:
+    flash, cudnn = SDPBackend.FLASH_ATTENTION, SDPBackend.CUDNN_ATTENTION
+    for kernel, is_hopper, values, said in (
+            (cudnn, True, {}, " attention by cuDNN"), (flash, False, {"attention_dropout": 0.1},
+                                                       " attention by FlashAttention"),
+            (flash, True, {"attention_dropout": 0.1, "deterministic": True}, " attention by FlashAttention; cuDNN, "
+             "which is faster, needs --attention-dropout 0 or a multiple of 1/16, no --deterministic"),
+            (SDPBackend.EFFICIENT_ATTENTION, False, {"bf16": False}, " attention by memory-efficient attention; "
+             "FlashAttention, which is faster, needs a 16-bit precision (--bf16)")):
+        chosen = config(**{"bf16": True, "attention_dropout": 0.0, **values})
+        assert compile.describe_attention(kernel, chosen, is_hopper=is_hopper) == said
+    assert compile.attention_line(config(), CPU) is None
 
 
 def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
