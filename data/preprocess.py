@@ -11,9 +11,9 @@ import sys
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -24,18 +24,13 @@ from data.cli import StrictArgumentParser, format_count, positive, run_command, 
 from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
-from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
-                          file_stamp, make_folder)
-from data.text_files import (CHUNK_BYTES, DATASET_PREFIX, MAX_DOCUMENT_BYTES, Chunk, HuggingFaceDataset, Separator,
+from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, make_folder)
+from data.text_files import (DATASET_PREFIX, MAX_DOCUMENT_BYTES, Chunk, HuggingFaceDataset, Separator,
                              parse_lines, parse_texts, read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 
-RESUME_POINT_BYTES = 1 << 28  # bytes of text between two resume points: about half a minute of work
-
 OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
-
-REVISION = 3  # increment it when the same text would give other chunks or tokens
 
 
 @dataclass(frozen=True)
@@ -105,12 +100,6 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
               for path in inputs]
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
-    # What an interrupted run has to have in common with this one, files by size and times; a pipe cannot be read again.
-    stamps = [path.fingerprint if isinstance(path, HuggingFaceDataset) else file_stamp(path) for path in inputs]
-    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
-             str(options.max_document_bytes), str(skip_malformed),
-             *(f"{os.path.abspath(path)} {stamp}" for path, stamp in zip(inputs, stamps)))
-    key = None if None in stamps else content_digest(map(os.fsencode, words))
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
@@ -119,21 +108,13 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
         path.read_chunks(options.json_key) if isinstance(path, HuggingFaceDataset) else
         read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
         if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
-    with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
-        progress = PreprocessProgress(**(writer.resumed_state or {}))
-        if progress.chunks:
-            print(f"{os.fspath(prefix)}: going on after {format_count(progress.documents, 'document')} of an "
-                  "interrupted run", file=sys.stderr, flush=True)
-        start, before, resume_point = time.monotonic(), (progress.documents, progress.bytes), progress.bytes
-        for encoded in ordered_map(encode, islice(chunks, progress.chunks, None), workers):
+    progress = PreprocessProgress()
+    with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
+        for encoded in ordered_map(encode, chunks, workers):
             old_documents = progress.documents
             progress.write_chunk(encoded, writer)
             if log_interval and progress.documents // log_interval > old_documents // log_interval:
-                print(progress.rate_since(start, *before), file=sys.stderr, flush=True)
-            if progress.bytes - resume_point >= RESUME_POINT_BYTES:
-                writer.save_resume_point(asdict(progress))
-                resume_point = progress.bytes
-        progress.rate = progress.rate_since(start, *before)
+                print(progress.rate(), file=sys.stderr, flush=True)
         check_unchanged()
         if progress.skipped and not writer.tokens:
             raise DataError(f"{os.fspath(prefix)}: no tokens: {format_count(progress.skipped, 'malformed document')} "
@@ -145,9 +126,9 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
 
 @dataclass
 class PreprocessProgress:
-    """How far a corpus is: the state for a process that resumes it."""
+    """How far a corpus is."""
 
-    chunks: int = 0  # chunks of all files done; files are always cut alike
+    start: float = field(default_factory=time.monotonic)
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
@@ -157,7 +138,6 @@ class PreprocessProgress:
     # A part of that document was malformed: its other parts are dropped, and it is already counted.
     is_refused: bool = False
     damaged: list[str] = field(default_factory=list)  # messages for the end: files whose rest was skipped
-    rate: str = ""  # for the user, at the end
 
     def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> None:
         """Write the documents of a chunk, or its part of one, without malformed ones."""
@@ -182,14 +162,13 @@ class PreprocessProgress:
         if chunk.damage:
             self.damaged.append(
                 f"{chunk.damage}; before the damage: {format_count(self.documents_of_file, 'document')}")
-        self.chunks += 1
         self.documents += len(sizes)
         self.bytes += chunk.size
 
-    def rate_since(self, start: float, documents_before: int, bytes_before: int) -> str:
-        seconds = max(time.monotonic() - start, 1e-9)
-        return (f"{self.documents} documents in {seconds:.1f} s: {(self.documents - documents_before) / seconds:.0f} "
-                f"documents/s, {(self.bytes - bytes_before) / seconds / 1e6:.2f} MB/s")
+    def rate(self) -> str:
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        return (f"{self.documents} documents in {seconds:.1f} s: {self.documents / seconds:.0f} documents/s, "
+                f"{self.bytes / seconds / 1e6:.2f} MB/s")
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -249,7 +228,7 @@ def main(argv: Sequence[str] | None = None) -> None:
                               args.max_document_bytes)
     progress, skipped = build_corpus(files, args.output_prefix, tokenizer, options, workers=args.workers,
                                      skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
-    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress.rate}; "
+    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress.rate()}; "
           f"{format_count(skipped, 'malformed document')} skipped", file=sys.stderr)
 
 

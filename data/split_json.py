@@ -22,7 +22,7 @@ from data.cli import StrictArgumentParser, format_count, run_command, size
 from data.input_files import check_stage_shards, find_text_files
 from data.sampling import PARTS, parse_split
 from data.storage import (DataError, UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
-                          hold_writer_lock, make_folder, remove_stale_files, staged_file, write_errors_for)
+                          hold_writer_lock, make_folder, staged_file, write_errors_for)
 from data.text_files import MAX_DOCUMENT_BYTES, parse_lines, read_line_chunks
 
 
@@ -48,8 +48,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     skipped = kept_of_file = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # all files appear together at the end
-        if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl")):
-            remove_stale_files(prefix, paths.values())
+        stack.enter_context(hold_writer_lock(f"{prefix}.jsonl"))
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
         for chunk in (chunk for path in inputs for chunk in read_line_chunks(path, limit=max_bytes)):
             kept_of_file *= chunk.offset > 0

@@ -25,7 +25,7 @@ from stat import S_ISREG
 from typing import Any, BinaryIO
 
 from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for
-from data.storage import DataError, ResumableError
+from data.storage import DataError
 from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
@@ -332,4 +332,4 @@ class HuggingFaceDataset(os.PathLike[str]):
                 yield Chunk(self._source, offset, len(data), data, lines)
                 offset, lines = offset + len(data), lines + len(batch[key])
         except Exception as error:
-            raise ResumableError(f"{self._source}: cannot read the dataset: {error or type(error).__name__}") from error
+            raise DataError(f"{self._source}: cannot read the dataset: {error or type(error).__name__}") from error

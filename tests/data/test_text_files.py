@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import importers, preprocess, text_files
+from data import importers, text_files
 from data.importers import import_tokens, main, order_warnings
 from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus
@@ -23,7 +23,7 @@ from data.sources import Datasets, open_datasets
 from data.storage import DataError
 from data.text_files import Separator, read_text_chunks
 from data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
-from tests.data.helpers import BYTE, Stop, documents_of, files_of
+from tests.data.helpers import BYTE, documents_of
 
 
 def documents_in(files: list[Path], separator: str | None = None, tokenizer: Tokenizer = BYTE,
@@ -146,59 +146,14 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(tmp_path, m
         assert (progress.documents, skipped) == (kept, missing)
 
 
-# --------------------------------------------------------- a malformed part of a long document takes the others with it
-
-SIZE = 300
-SEPARATED = TextReadOptions(separator=Separator.parse("<|end|>"), append_eod=False)
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files.read_text_chunks, "__defaults__", (None, "", SIZE))
-
-
-def words(seed: int, count: int) -> bytes:
-    rng = random.Random(seed)
-    return b" ".join(b"%s%d" % (rng.choice([b"cat", b"roof", b"day"]), rng.randrange(99)) for _ in range(count))
-
-
-def spoiled(document: bytes, places: list[float]) -> bytes:
-    for place in places:
-        at = int(len(document) * place)
-        document = document[:at] + b"\xff" + document[at + 1:]
-    return document
-
-
-LONG = words(1, 1000)
-DOCUMENTS = [words(2, 800), spoiled(LONG, [0.3, 0.5, 0.51]), b"short",
-             LONG + "\u00ff \U0001f600 ".encode() + spoiled(words(5, 400), [0.7]), b"after"]
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(LONG + bytes(5000) + LONG)
+def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(read_text_chunks, "__defaults__", (None, "", 300))
+    (tmp_path / "a.txt").write_bytes(b"some words " * 500 + bytes(5000) + b"some words " * 500)
     (tmp_path / "b.txt").write_text("after")
     reading = TextReadOptions(max_document_bytes=1000)
     _, skipped = build_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "c", BYTE, reading,
                               skip_malformed=True)
     assert skipped == 1 and IndexedCorpus(tmp_path / "c").sizes.tolist() == [6]
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_it_can_be_interrupted_before_and_after_it_takes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1)
-    (tmp_path / "a.txt").write_bytes(b"<|end|>".join(DOCUMENTS))
-
-    def build(name: str) -> int:
-        return build_corpus([tmp_path / "a.txt"], tmp_path / name, BYTE, SEPARATED, skip_malformed=True)[1]
-
-    expected = build("whole")
-    for stop in (1, 4, 8, 11, 20, 30, 38):
-        Stop(monkeypatch, stop, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            build("c")
-        Stop(monkeypatch, -1, KeyboardInterrupt())
-        assert build("c") == expected and files_of(tmp_path / "c") == files_of(tmp_path / "whole")
 
 
 # ---- files of tokens -----------------------------------------------------------------------------------------------
