@@ -142,9 +142,9 @@ class StableFile:
     """A file read by position that must not change while open: a change of size or mtime is a DataError. It is not
     memory-mapped, since a mapped file that is truncated kills the process."""
 
-    def __init__(self, path: str, remedy: str | None = None) -> None:
-        """Raises OSError if it cannot be opened. `remedy` replaces the advice for a changed corpus."""
-        self._path, self._remedy = path, remedy
+    def __init__(self, path: str) -> None:
+        """Raises OSError if it cannot be opened."""
+        self._path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
         weakref.finalize(self, os.close, self.descriptor)
         status = os.fstat(self.descriptor)
@@ -164,17 +164,16 @@ class StableFile:
         except OSError as error:
             raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
         if status.st_size != self.size:
-            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
-                            self._remedy or "put the whole file there again, under another name while a program reads "
-                            "this one"))
+            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; "
+                            "put the whole file there again, under another name while a program reads this one")
         if left or status.st_mtime_ns != self._mtime_ns:
-            raise DataError(f"{self._path}: was written to while it was read; "
-                            f"{self._remedy or 'give each corpus a name of its own'}")
+            raise DataError(f"{self._path}: was written to while it was read; give each corpus a name of its own")
         return found
 
-    def checksum(self, crc: int = 0, start: int = 0) -> int:
-        """CRC-32 of the bytes from `start` on, continued from `crc`."""
-        for at in range(start, self.size, READ_BYTES):
+    def checksum(self) -> int:
+        """CRC-32 of the whole file."""
+        crc = 0
+        for at in range(0, self.size, READ_BYTES):
             crc = crc32(self.read(at, min(READ_BYTES, self.size - at), "u1").data, crc)
         return crc
 

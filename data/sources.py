@@ -2,8 +2,8 @@
 
 A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, `hf:` and a dataset, or
 `default` or `webtext`. Sources that are not a corpus are converted once and kept in `--data-cache-path` (or
-`SOURCE.cache/`), under a digest of their content, tokenizer and read options; one process builds, the others wait.
-Several sources are blended by weight or size. `--split` cuts every training source by documents.
+`SOURCE.cache/`), under a digest of paths, sizes, times, tokenizer and read options; one process builds, the others
+wait. Several sources are blended by weight or size. `--split` cuts every training source by documents.
 """
 
 from __future__ import annotations
@@ -16,20 +16,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
 from data.importers import import_tokens, order_warnings
 from data.indexed import IndexedCorpus
-from data.input_files import (CACHE_SUFFIX, KIND_OF_SUFFIX, InputFiles, checksum_in_threads, find_text_files,
-                              kind_of)
+from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, InputFiles, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
 from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
-                          crc32_file, escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
-                          read_json_or_none, wait_for_lock, write_json_atomic)
+                          escape_to_one_line, file_stamp, make_folder, prefix_data_errors, prefix_storage_errors,
+                          wait_for_lock)
 from data.text_files import DATASET_PREFIX, HuggingFaceDataset, Separator, check_datasets_package
 from data.tokenizer import Tokenizer
 
@@ -101,11 +99,7 @@ def named_corpus(name: str) -> str:
 
 
 TOKENS_SUFFIX = ".bin"
-CHECKSUMS_FILE = ".sums.json"
 ANNOUNCED_BYTES = 1 << 26  # bytes of a source from which a line announces the build
-
-# A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored.
-MTIME_SETTLED_NS = 2_000_000_000
 
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
@@ -117,8 +111,12 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
     beside = dataset.local_name if dataset else os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
     check_unchanged = change_detector(found.files)
-    contents, size = ([source, dataset.fingerprint], 0) if dataset else content_keys(found.files, folder)
-    key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
+    for path in found.files:
+        check_is_file(path)
+    size = sum(map(os.path.getsize, found.files))
+    contents = [source, dataset.fingerprint] if dataset else [
+        f"{os.path.abspath(path)} {file_stamp(path)}" for path in found.files]
+    key = content_digest(map(os.fsencode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
     start, outcome = time.monotonic(), "found in the cache"
     with wait_for_lock(folder / f".{prefix.name}.lock"):
@@ -126,7 +124,7 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
             if dataset or size >= ANNOUNCED_BYTES:
                 what = f"{'copying' if are_tokens else 'tokenizing'}{f' {size / 1e9:.2f} GB' if size else ''}"
                 print(escape_to_one_line(f"{source}: {what} into {prefix} (once)"), file=sys.stderr, flush=True)
-            check_unchanged()  # since the checksums; each build checks the time from here on
+            check_unchanged()  # since the key was made; each build checks the time from here on
             if are_tokens:
                 import_tokens(found.files, prefix, tokenizer)
             else:
@@ -140,32 +138,6 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
                f"{format_count(corpus.num_documents, 'document')}, {corpus.num_tokens:,} tokens, {outcome}: "
                f"{corpus.prefix}{f'; {found.left_out}' if found.left_out else ''}")
     return str(prefix), [summary, *(f"warning: {line}" for line in warnings)]
-
-
-def content_keys(files: Sequence[str], folder: Path) -> tuple[list[str], int]:
-    """(what identifies the content of each file, total bytes). `folder`, which processes share, stores checksums; one
-    is valid while inode, size and times of its file are unchanged."""
-    for path in files:
-        check_is_file(path)
-    with wait_for_lock(folder / ".sums.lock"):
-        known: dict[str, dict[str, Any]] = read_json_or_none(folder / CHECKSUMS_FILE) or {}
-        new: dict[str, dict[str, Any]] = {}
-
-        def checksum_of(path: str) -> str:
-            status, name, now_ns = os.stat(path), os.path.abspath(path), time.time_ns()
-            stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-            if name in known and known[name]["mark"] == stamp:
-                return str(known[name]["crc32"])
-            crc = crc32_file(path)
-            if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
-                new[name] = {"mark": stamp, "crc32": crc}
-            return crc
-
-        found = list(checksum_in_threads(checksum_of, files))
-        if new:
-            write_json_atomic(folder / CHECKSUMS_FILE, known | new)
-    sizes = [os.path.getsize(path) for path in files]
-    return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
 
 
 @dataclass(frozen=True)

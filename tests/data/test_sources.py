@@ -8,8 +8,6 @@ import lzma
 import os
 import subprocess
 import sys
-import threading
-import time
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
@@ -22,7 +20,7 @@ from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.input_files import find_text_files
 from data.preprocess import build_corpus
-from data.sources import CHECKSUMS_FILE, Datasets, check_sources, open_datasets, parse_sources
+from data.sources import Datasets, check_sources, open_datasets, parse_sources
 from data.storage import DataError
 from data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer
 from tests.data.helpers import BYTE
@@ -267,53 +265,6 @@ def test_programs_that_start_together_build_a_corpus_once(folder: Path) -> None:
     printed = [process.communicate(timeout=60)[0] for process in running]
     assert all("50 files, 50 documents" in line for line in printed)
     assert sum("tokenized in" in line for line in printed) == 1
-
-
-# --------------------------------------------------------------------------------------------------------- checksums
-
-@pytest.fixture
-def read(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Files whose bytes were read."""
-    seen: list[str] = []
-    real = sources.crc32_file
-
-    def counted(path: str) -> str:
-        seen.append(Path(path).name)
-        time.sleep(0.02)
-        return real(path)
-
-    monkeypatch.setattr(sources, "crc32_file", counted)
-    return seen
-
-
-def settled(path: Path, text: str) -> str:
-    """A file that was last touched long ago, as far as the mtime goes."""
-    path.write_text(text)
-    os.utime(path, (1, 1))
-    return str(path)
-
-
-def contents(path: str, folder: Path) -> list[str]:
-    folder.mkdir(exist_ok=True)
-    return sources.content_keys([path], folder)[0]
-
-
-def test_one_rank_takes_a_checksum_again_only_where_the_file_may_have_changed(tmp_path, read, monkeypatch):
-    path = settled(tmp_path / "a.jsonl", "one")
-    assert contents(path, tmp_path) == contents(path, tmp_path) and len(read) == 2, "it changed just now"
-    assert not (tmp_path / CHECKSUMS_FILE).exists()
-    monkeypatch.setattr(sources, "MTIME_SETTLED_NS", 0)
-    time.sleep(0.02)
-    found: list[list[str]] = []
-    ranks = [threading.Thread(target=lambda: found.append(contents(path, tmp_path))) for _ in range(8)]
-    for rank in ranks:
-        rank.start()
-    for rank in ranks:
-        rank.join()
-    assert len(read) == 3 and len(found) == 8 and all(one == contents(path, tmp_path / "empty") for one in found)
-    settled(tmp_path / "a.jsonl", "two")  # of the same size and time
-    read.clear()
-    assert contents(path, tmp_path) != found[0] and read == ["a.jsonl"]
 
 
 # -------------------------------------------------------------------------------------------------------------- folders
