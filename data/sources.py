@@ -22,7 +22,7 @@ from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
 from data.importers import import_tokens, order_warnings
 from data.indexed import IndexedCorpus
-from data.input_files import CACHE_SUFFIX, KIND_OF_SUFFIX, InputFiles, find_text_files, kind_of
+from data.input_files import KIND_OF_SUFFIX, InputFiles, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
 from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
@@ -98,6 +98,7 @@ def named_corpus(name: str) -> str:
     return prefix
 
 
+CACHE_SUFFIX = ".cache"  # of the folder beside a source that keeps its corpus
 TOKENS_SUFFIX = ".bin"
 ANNOUNCED_BYTES = 1 << 26  # bytes of a source from which a line announces the build
 

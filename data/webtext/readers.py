@@ -28,7 +28,7 @@ from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_file
 from data.storage import DataError, check_is_file
 from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS, line_number, read_lines
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
-from data.webtext.extract import NOT_TEXT, decode_page
+from data.webtext.extract import decode_page
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
                     ".htm": "html", ".xhtml": "html", ".warc": "warc", ".wet": "warc", ".parquet": "parquet"}
@@ -37,12 +37,6 @@ FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls", "warc", "parq
 PAGE_TYPES = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "text", "": "html"}
 ON_ERROR = ("strict", "skip", "replace")
 UNREADABLE = "unreadable"
-# Archives: (name, offset, signature).
-ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
-                      ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"),
-                      ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
-UNPACK_HINT = "archives are not read; unpack it into a folder and give that"
-
 ARRAY_READ_BYTES = 1 << 18
 PARQUET_ROWS = 100  # read at a time
 _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
@@ -117,7 +111,7 @@ def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tup
                 if format != "auto" or format_of(file.name):
                     sources.append(_source_file(file, str(file.relative_to(path)), format))
                 else:
-                    found.unknown.append(str(file.relative_to(path)))
+                    found.others.append(str(file.relative_to(path)))
             if found.left_out:
                 notes.append(f"{path.name}: {found.left_out}")
     if not sources:
@@ -151,13 +145,7 @@ def format_of(name: str) -> str:
 
 def _source_file(path: Path, name: str, format: str) -> SourceFile:
     check_is_file(path)  # it is read twice: for its checksum, then its content
-    if format in ("text", "html", "urls"):  # all of an archive, headers included, would become one document
-        head = b""
-        with suppress(OSError), open_decompressed(str(path), until_damage=True) as file:  # errors are counted later
-            head = file.read(512)
-        if kind := archive_kind(head):
-            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
-    elif format == "auto":
+    if format == "auto":
         format = format_of(name)
     with read_errors_for(str(path)):
         size = path.stat().st_size
@@ -169,11 +157,6 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
                 first = file.read(1 << 16).removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
             format = "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
         return SourceFile(str(path), name, format, size)
-
-
-def archive_kind(content: bytes) -> str | None:
-    """The archive format, by the first 512 bytes; None if it is none."""
-    return next((kind for kind, start, mark in ARCHIVE_SIGNATURES if content.startswith(mark, start)), None)
 
 
 def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
@@ -401,8 +384,6 @@ def _parse_raw(source: SourceFile, offset: int, content: bytes | None,
             return parse_json_line(line, options.text_key, options.url_key, repairs.allowed)
         if kind == "urls":
             return Document("", decode_utf8(content, repairs)), tuple(repairs)
-        if archive := archive_kind(content):
-            raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
         if kind == "html":
             text, repaired = decode_page(content, options.charset, repairs.allowed)
             return Document(text, None, {"file": source.name, "format": "html"}), repaired

@@ -226,7 +226,7 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
         (tmp_path / name).write_text('{"text": "a"}\n')
     sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl", "c.JSONL"]
-    assert notes == [f"{tmp_path.name}: left out: 1 hidden, 1 of unknown kind (b.dat)"]
+    assert notes == [f"{tmp_path.name}: left out: 1 hidden, 1 other (b.dat)"]
     with pytest.raises(DataError, match="b.dat: its name does not say what it holds.*--format"):
         find_source_files([tmp_path / "b.dat"])
     assert find_source_files([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
@@ -245,7 +245,7 @@ def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl"]
-    assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
+    assert notes == [f"{tmp_path.name}: left out: 1 other ({tmp_path}/p.jsonl)"]
 
 
 def test_what_is_nested_too_deeply_is_a_fault() -> None:
