@@ -20,12 +20,12 @@ import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.cli import StrictArgumentParser, format_count, positive, run_command, size
+from data.cli import StrictArgumentParser, format_count, positive, run_command
 from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
 from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, make_folder)
-from data.text_files import (DATASET_PREFIX, MAX_DOCUMENT_BYTES, Chunk, HuggingFaceDataset, Separator,
+from data.text_files import (DATASET_PREFIX, Chunk, HuggingFaceDataset, Separator,
                              parse_lines, parse_texts, read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
@@ -40,7 +40,6 @@ class TextReadOptions:
     json_key: str = "text"  # key of the text in a JSON object
     separator: Separator | None = None  # separator of documents in a plain text file
     append_eod: bool = True
-    max_document_bytes: int = MAX_DOCUMENT_BYTES  # longest line, or text without a place to cut
 
     @property
     def digest_parts(self) -> tuple[str, ...]:
@@ -55,6 +54,7 @@ class EncodedChunk:
     # Tokens of each document that ends in this chunk; tokens of an unfinished document follow them.
     sizes: NDArray[np.int64]
     chunk: Chunk  # without its bytes
+    size: int  # bytes of the chunk
     malformed: int  # documents that are left out, or the rest of a damaged file
     first_is_malformed: bool  # the continued part at its start is malformed, and so the whole document
     last_is_malformed: bool  # the unfinished part at its end is malformed
@@ -66,9 +66,8 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
     end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # concatenate needs at least one
     sizes, are_well_formed = [], []
-    texts = (parse_texts(chunk, reading.separator, reading.max_document_bytes)
-             if kind_of(chunk.path) == PLAIN_TEXT else
-             (text for _, text in parse_lines(chunk, reading.json_key, reading.max_document_bytes)))
+    texts = (parse_texts(chunk, reading.separator) if kind_of(chunk.path) == PLAIN_TEXT else
+             (text for _, text in parse_lines(chunk, reading.json_key)))
     for text in texts:
         are_well_formed.append(isinstance(text, str))
         if isinstance(text, str):
@@ -85,7 +84,8 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), are_well_formed.count(False),
+    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=b""), len(chunk.data),
+                        are_well_formed.count(False),
                         chunk.starts_inside_document and not are_well_formed[0],
                         chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
@@ -103,11 +103,10 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
-    limit = options.max_document_bytes
     chunks = chain.from_iterable(
         path.read_chunks(options.json_key) if isinstance(path, HuggingFaceDataset) else
-        read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
-        if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
+        read_text_chunks(path, options.separator, tokenizer.safe_split_characters)
+        if kind_of(path) == PLAIN_TEXT else read_line_chunks(path) for path in inputs)
     progress = PreprocessProgress()
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
         for encoded in ordered_map(encode, chunks, workers):
@@ -163,7 +162,7 @@ class PreprocessProgress:
             self.damaged.append(
                 f"{chunk.damage}; before the damage: {format_count(self.documents_of_file, 'document')}")
         self.documents += len(sizes)
-        self.bytes += chunk.size
+        self.bytes += encoded.size
 
     def rate(self) -> str:
         seconds = max(time.monotonic() - self.start, 1e-9)
@@ -211,8 +210,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="process the I-th of N parts of the files, from 0; join the corpora with data.merge")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict",
                         help="a malformed document ends the run, or is left out and counted")
-    parser.add_argument("--max-document-bytes", type=size, default=MAX_DOCUMENT_BYTES, metavar="SIZE",
-                        help="a longer line, or text without white space, is malformed (default: 64M)")
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(args)
@@ -224,8 +221,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = found.files[len(found.files) * index // count:len(found.files) * (index + 1) // count]
     if found.left_out:
         print(found.left_out, file=sys.stderr)
-    options = TextReadOptions(args.json_key, Separator.parse(args.document_separator), args.append_eod,
-                              args.max_document_bytes)
+    options = TextReadOptions(args.json_key, Separator.parse(args.document_separator), args.append_eod)
     progress, skipped = build_corpus(files, args.output_prefix, tokenizer, options, workers=args.workers,
                                      skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
     print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress.rate()}; "

@@ -20,7 +20,7 @@ from pathlib import Path
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
-from data.importers import import_tokens, order_warnings
+from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.input_files import KIND_OF_SUFFIX, InputFiles, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
@@ -104,8 +104,8 @@ ANNOUNCED_BYTES = 1 << 26  # bytes of a source from which a line announces the b
 
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
-                  ) -> tuple[str, list[str]]:
-    """(prefix of the corpus of a source, lines with a summary and warnings). Builds it if it is not cached."""
+                  ) -> tuple[str, str]:
+    """(prefix of the corpus of a source, summary). Builds it if it is not cached."""
     dataset = HuggingFaceDataset(source) if source.startswith(DATASET_PREFIX) else None
     found = InputFiles() if dataset else find_text_files([source])
     are_tokens = not dataset and found.files[0].endswith(TOKENS_SUFFIX)  # of nanoGPT or llm.c
@@ -131,14 +131,12 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
             else:
                 build_corpus([dataset] if dataset else found.files, prefix, tokenizer, options)
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
-    # At every start, and not only when it is built:
-    warnings = order_warnings(found.files, tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
     files = "dataset" if dataset else format_count(len(found.files), "file of tokens" if are_tokens else "file")
     summary = (f"{source}: {files}{f' ({empty} empty)' if empty else ''}, "
                f"{format_count(corpus.num_documents, 'document')}, {corpus.num_tokens:,} tokens, {outcome}: "
                f"{corpus.prefix}{f'; {found.left_out}' if found.left_out else ''}")
-    return str(prefix), [summary, *(f"warning: {line}" for line in warnings)]
+    return str(prefix), summary
 
 
 @dataclass(frozen=True)
@@ -214,8 +212,8 @@ def _open_source(name: str, flag: str, tokenizer: Tokenizer, read_options: TextR
             if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
                 with prefix_storage_errors("--data-cache-path" if cache_path else f"the cache beside {name}, which a "
                                            "folder given with --data-cache-path replaces"):
-                    prefix, lines = cached_corpus(name, tokenizer, read_options, cache_path)
-                notes += lines
+                    prefix, summary = cached_corpus(name, tokenizer, read_options, cache_path)
+                notes.append(summary)
             elif os.path.isfile(name):
                 raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a "
                                 f"folder, or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")

@@ -26,7 +26,7 @@ from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compresse
                              strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
-from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS, line_number, read_lines
+from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import decode_page
 
@@ -39,6 +39,7 @@ ON_ERROR = ("strict", "skip", "replace")
 UNREADABLE = "unreadable"
 ARRAY_READ_BYTES = 1 << 18
 PARQUET_ROWS = 100  # read at a time
+SKIP_BYTES = 1 << 20  # bytes of a line in memory that is skipped
 _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
 _INSIDE_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
@@ -89,6 +90,16 @@ class ReadResult:
         if self.source.format in ("warc", "parquet"):
             return f"{path} ({'byte' if self.source.format == 'warc' else 'row'} {self.offset})"
         return f"{path}:{line_number(path, self.offset)} (byte {self.offset})"
+
+
+def line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line at an offset of a (decompressed) file. Reads all before it: for errors only."""
+    line = 1
+    with suppress(OSError), open_decompressed(path, until_damage=True) as file:
+        while offset > 0 and (part := file.read(min(offset, ARRAY_READ_BYTES))):
+            line += part.count(b"\n")
+            offset -= len(part)
+    return line
 
 
 # (offset, size, bytes) of one document; bytes None if there are too many.
@@ -215,6 +226,30 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
         except OSError as error:
             damage = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
             yield ReadResult(source, end, 0, damage)
+
+
+def skip_line(file: DecompressedFile, most: float = math.inf) -> int:
+    """Read to the end of the line, at most `most` bytes; returns the number of bytes."""
+    skipped = 0
+    while skipped < most and (part := file.readline(int(min(SKIP_BYTES, most - skipped)))):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
+def read_lines(file: DecompressedFile, start: int, stop: float, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
+    """(offset, size, bytes) of each line that begins in [start, stop), with its end. A line of more than `limit` bytes
+    is not held: its bytes are None."""
+    offset = start
+    if start:  # a line across `start` belongs to the range before
+        file.seek(start - 1)
+        offset += skip_line(file, stop - start + 1) - 1
+    while offset < stop and (line := file.readline(limit + 1)):
+        is_too_long = len(line) > limit and not line.endswith(b"\n")
+        size = len(line) + (skip_line(file) if is_too_long else 0)
+        yield offset, size, None if is_too_long else line
+        offset += size
 
 
 def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[RawDocument]:
