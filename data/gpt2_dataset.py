@@ -24,7 +24,6 @@ from data.sampling import Blend, epoch_permutation, index_dtype
 from data.storage import (DataError, content_digest, crc32, make_folder, prefix_data_errors, prefix_storage_errors,
                           staged_file, wait_for_lock)
 
-BLOCK_DOCUMENTS = 1 << 20
 MIN_STORED_SAMPLES = 1 << 16  # smaller epochs are not stored: computing them is faster than opening their files
 
 # An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times.
@@ -44,24 +43,14 @@ def starts_dtype(sizes: NDArray[np.integer], order: NDArray[np.integer]) -> type
 
 
 def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_length: int) -> NDArray[np.integer]:
-    """[samples, 2]: position in `order` and offset in that document of each sample's first token. Works in blocks, so
-    memory stays small for any corpus."""
-    blocks = range(0, len(order), BLOCK_DOCUMENTS)
-    total = sum(int(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64)) for at in blocks)
-    samples = count_samples(total, seq_length)
-    starts = np.empty((samples, 2), starts_dtype(sizes, order))
-    before, done = 0, 0  # tokens in earlier blocks; samples that begin in them
-    for at in blocks:
-        lengths = sizes[order[at:at + BLOCK_DOCUMENTS]].astype(np.int64)
-        ends = before + np.cumsum(lengths)
-        stop = min(samples, -(-int(ends[-1]) // seq_length))
-        tokens = np.arange(done, stop) * seq_length
-        # "right" skips zero-length documents, and one that ends exactly here.
-        where = np.searchsorted(ends, tokens, side="right")
-        starts[done:stop, 0] = at + where
-        starts[done:stop, 1] = tokens - (ends[where] - lengths[where])
-        before, done = int(ends[-1]), stop
-    return starts
+    """[samples, 2]: position in `order` and offset in that document of each sample's first token."""
+    lengths = sizes[order]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    tokens = np.arange(count_samples(int(ends[-1]), seq_length)) * seq_length
+    # "right" skips zero-length documents, and one that ends exactly here.
+    where = np.searchsorted(ends, tokens, side="right")
+    return np.stack([where, tokens - (ends - lengths)[where]], axis=1, dtype=starts_dtype(sizes, order),
+                    casting="same_kind")
 
 
 def write_rows(path: Path, values: NDArray[np.integer]) -> None:

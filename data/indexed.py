@@ -181,7 +181,7 @@ class StableFile:
 SAMPLED_PLACES = 32
 SAMPLED_BYTES = 1 << 12
 
-BLOCK_ENTRIES = 1 << 20  # entries processed at a time in a full scan, to bound memory
+BLOCK_ENTRIES = 1 << 20  # tokens processed at a time in a full scan, to bound memory
 
 # A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s).
 SCAN_LIMIT_TOKENS = 1 << 28
@@ -238,22 +238,21 @@ class IndexedCorpus:
 
     def _read_index(self, sequences: int, boundaries: int) -> NDArray[np.int64]:
         """[documents + 1]: first token of each document, then the end. Compares all numbers with the files."""
+        lengths = self._index.read(INDEX_HEADER.size, sequences, "<i4")
+        if (lengths < 0).any():
+            where = int((lengths < 0).argmax())
+            raise DataError(f"{self._name}: lengths[{where}]: expected 0 or more, found {lengths[where]}")
         starts = np.zeros(sequences + 1, np.int64)
-        for at, lengths in self._index_blocks(INDEX_HEADER.size, sequences, "<i4"):
-            if (lengths < 0).any():
-                where = int((lengths < 0).argmax())
-                raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
-            np.cumsum(lengths, dtype=np.int64, out=starts[at + 1:at + 1 + len(lengths)])
-            starts[at + 1:at + 1 + len(lengths)] += starts[at]
+        np.cumsum(lengths, dtype=np.int64, out=starts[1:])
         expected = int(starts[-1]) * self.dtype.itemsize
         if self._bin.size != expected:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
-        for at, pointers in self._index_blocks(INDEX_HEADER.size + 4 * sequences, sequences, "<i8"):
-            offsets = starts[at:at + len(pointers)] * self.dtype.itemsize
-            if (pointers != offsets).any():
-                where = int((pointers != offsets).argmax())
-                raise DataError(f"{self._name}: pointers[{at + where}]: expected {offsets[where]} "
-                                f"(the lengths before it), found {pointers[where]}")
+        pointers = self._index.read(INDEX_HEADER.size + 4 * sequences, sequences, "<i8")
+        offsets = starts[:-1] * self.dtype.itemsize
+        if (pointers != offsets).any():
+            where = int((pointers != offsets).argmax())
+            raise DataError(f"{self._name}: pointers[{where}]: expected {offsets[where]} (the lengths before it), "
+                            f"found {pointers[where]}")
         documents = self._index.read(INDEX_HEADER.size + 12 * sequences, boundaries, "<i8")
         if documents[0] != 0 or documents[-1] != sequences:
             raise DataError(f"{self._name}: documents: expected 0 to {sequences}, "
@@ -262,15 +261,8 @@ class IndexedCorpus:
             where = int((documents[1:] < documents[:-1]).argmax())
             raise DataError(f"{self._name}: documents[{where + 1}]: expected at least {documents[where]}, "
                             f"found {documents[where + 1]}")
-        one_sequence_each = boundaries == sequences + 1 and all(  # as we write them: no second array
-            np.array_equal(documents[at:at + BLOCK_ENTRIES], np.arange(at, min(at + BLOCK_ENTRIES, len(documents))))
-            for at in range(0, len(documents), BLOCK_ENTRIES))
-        return starts if one_sequence_each else starts[documents]
-
-    def _index_blocks(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(position, block) over an array of the index."""
-        for at in range(0, count, BLOCK_ENTRIES):
-            yield at, self._index.read(offset + at * np.dtype(dtype).itemsize, min(BLOCK_ENTRIES, count - at), dtype)
+        first_tokens: NDArray[np.int64] = starts[documents]
+        return first_tokens
 
     @cached_property
     def sizes(self) -> NDArray[np.integer]:

@@ -148,22 +148,17 @@ def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence
         if not os.path.isdir(name):
             found.files.append(name)
             continue
-        before, shards_of = len(found.files), cache(shards_of_folder)
-        is_stage = shards_of(Path(name)) is not None
-        for path in sorted(walk_files(Path(name), found)):
-            folders = [Path(name), *(folder for folder in reversed(path.parents) if Path(name) in folder.parents)]
-            shards = next((shards for shards in map(shards_of, folders) if shards is not None), None)
-            if shards is not None and str(path) not in shards:
-                if path.name not in (STAGE_FILE, "dropped.jsonl"):
-                    found.others.append(str(path))
-                continue
-            wanted = Path(strip_compression_suffix(path.name)).suffix in suffixes
-            (found.files if wanted else found.others).append(str(path))
-        if len(found.files) == before and is_stage:
+        shards = shards_of_folder(Path(name))
+        if shards == {}:
             raise DataError(f"{name}: this stage kept no document")
-        if len(found.files) == before:
+        files = sorted(walk_files(Path(name), found)) if shards is None else []
+        texts = [*(shards or ()), *(str(path) for path in files
+                                    if Path(strip_compression_suffix(path.name)).suffix in suffixes)]
+        found.others += sorted({*map(str, files)}.difference(texts))
+        if not texts:
             raise DataError(f"{name}: this folder holds no file of text ({' '.join(suffixes)}, each also with "
                             f"{' '.join(COMPRESSED_SUFFIXES)})" + (f"; {found.left_out}" if found.left_out else ""))
+        found.files += texts
     return found
 
 

@@ -21,14 +21,12 @@ from importlib.util import find_spec
 from io import BytesIO
 from typing import Any
 
-from data.compressed import find_damage, open_decompressed, read_errors_for
+from data.compressed import open_decompressed, read_errors_for
 from data.storage import DataError
 from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
 
-UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"  # the UTF-8 byte order mark; not part of the text at the start of a file
 
 # Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space.
@@ -60,12 +58,9 @@ class MalformedDocument:
     reason: str
 
     def to_error(self) -> DataError:
-        """The error with the number of the line; names damaged compression as the cause."""
-        chunk, path = self.chunk, self.chunk.path
-        line = chunk.lines_before + chunk.data.count(b"\n", 0, self.offset - chunk.offset) + 1
-        if damage := find_damage(path):
-            return DataError(f"{path}: cannot read: {damage}; before that, line {line} is malformed: {self.reason}")
-        return DataError(f"{path}:{line} {self.reason} (the line begins at byte {self.offset})")
+        """The error with the number of the line."""
+        line = self.chunk.lines_before + self.chunk.data.count(b"\n", 0, self.offset - self.chunk.offset) + 1
+        return DataError(f"{self.chunk.path}:{line} {self.reason} (the line begins at byte {self.offset})")
 
 
 def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
@@ -97,11 +92,8 @@ def parse_lines(chunk: Chunk, key: str) -> Iterator[tuple[bytes, str | Malformed
         try:
             yield line, parse_text(decode_utf8(line), key, hint=" (see --json-key)")
         except ValueError as error:
-            reason = str(error)
-            if offset == 0 and line.startswith(UTF16_BOMS):
-                reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
             if raw.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
-                yield line, MalformedDocument(chunk, offset, reason)
+                yield line, MalformedDocument(chunk, offset, str(error))
 
 
 @dataclass(frozen=True)
@@ -195,8 +187,6 @@ def parse_texts(chunk: Chunk, separator: Separator | None = None) -> Iterator[st
             at = stop - len(raw) + error.start
             line = data.rfind(b"\n", 0, at) + 1
             reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - line + 1}; convert the file (iconv -t UTF-8)"
-            if chunk.offset == 0 and data.startswith(UTF16_BOMS):
-                reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
             yield MalformedDocument(chunk, chunk.offset + line, reason)
             continue
         if separator:

@@ -19,7 +19,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.indexed import (BLOCK_ENTRIES, CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
+from data.indexed import (CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
                           StableFile, TokenizerFacts, corpus_identity, token_dtype)
 from data.storage import (DISK_ERRORS, DataError, StorageFault, crc32, fsync_directory, hold_writer_lock,
                           write_errors_for)
@@ -138,19 +138,14 @@ class CorpusWriter:
         so no corpus."""
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
-        boundaries, index_file, first = self.documents + 1, self._idx.file, 0
+        boundaries, index_file = self.documents + 1, self._idx.file
         with write_errors_for(self.prefix):
             index_file.flush()
-            with open(self._drafts[".idx"], "rb") as written:
-                written.seek(INDEX_HEADER.size)
-                for at in range(0, self.documents, BLOCK_ENTRIES):  # pointers, from the lengths read back
-                    lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, self.documents - at))
-                    ends = first + np.cumsum(lengths, dtype="<i8")
-                    index_file.write(((ends - lengths) * self.dtype.itemsize).data)
-                    first = int(ends[-1])
-            assert first == self.tokens, "the sizes of documents do not add up to the tokens"
-            for at in range(0, boundaries, BLOCK_ENTRIES):
-                index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, boundaries), dtype="<i8").data)
+            lengths = np.fromfile(self._drafts[".idx"], "<i4", self.documents, offset=INDEX_HEADER.size)
+            ends = np.cumsum(lengths, dtype="<i8")
+            assert self.documents and ends[-1] == self.tokens, "the sizes of documents do not add up to the tokens"
+            index_file.write(((ends - lengths) * self.dtype.itemsize).data)
+            index_file.write(np.arange(boundaries, dtype="<i8").data)
             index_file.seek(0)
             index_file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.documents,
                                                boundaries))

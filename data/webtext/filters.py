@@ -35,7 +35,7 @@ from data.compressed import open_decompressed, strip_compression_suffix
 from data.storage import DataError, UsageError, check_is_file, parse_error_text
 from data.tokenizer import GPT2BPETokenizer
 from data.webtext.documents import Document, DocumentFunction, DroppedDocument
-from data.webtext.minhash import HashArray, ngram_hashes, word_hashes
+from data.webtext.minhash import HashArray, hash_words, ngram_hashes
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
@@ -292,7 +292,7 @@ def make_decontaminate(files: Sequence[str]) -> DocumentFunction:
     evaluation = read_evaluation_ngrams(files)
 
     def decontaminate(document: Document) -> Document | DroppedDocument:
-        shared = count_shared_ngrams(word_hashes(document.text), evaluation)
+        shared = count_shared_ngrams(hash_words(document.text).hashes, evaluation)
         if not shared:
             return document
         amount = "1 run" if shared == 1 else "2 to 9 runs" if shared < 10 else "10 runs or more"
@@ -318,7 +318,7 @@ def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:
     for file in files:
         before = sum(map(len, hashes.values()))
         for passage in read_passages(file):
-            numbers = word_hashes(passage)
+            numbers = hash_words(passage).hashes
             length = min(NGRAM_WORDS, len(numbers))
             if length >= MIN_NGRAM_WORDS:
                 hashes[length].append(ngram_hashes(numbers, length))

@@ -26,7 +26,7 @@ from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compresse
                              strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
-from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS
+from data.text_files import BOM
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import decode_page
 
@@ -425,10 +425,4 @@ def _parse_raw(source: SourceFile, offset: int, content: bytes | None,
         text = decode_utf8(content, repairs).removeprefix("\ufeff")
         return Document(text, None, {"file": source.name}), tuple(repairs)
     except DocumentError as fault:
-        # The whole file may be of another kind than assumed.
-        message = str(fault)
-        if kind != "html" and offset == 0 and content and content.startswith(UTF16_BOMS):
-            message = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-        elif kind == "object" and "Extra data" in message:
-            message += " (are these several objects? `jq -c .` makes a line of each)"
-        return DocumentError(fault.reason, message), ()
+        return fault, ()

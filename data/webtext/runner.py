@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from data.compressed import find_damage
 from data.input_files import SHARD_PATH_PATTERN, STAGE_FILE, WORK_FOLDER, check_sha256, checksum_in_threads
 from data.parallel import ordered_map
 from data.storage import (READ_BYTES, DataError, UsageError, change_detector, crc32_file, fsync_directory, fsync_file,
@@ -380,12 +379,9 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
                 except Exception as error:  # a library failed on this document
                     outcome = DocumentError("failed", f"{type(error).__name__}: {error}")
             if isinstance(outcome, DocumentError):
-                path, is_unreadable = result.source.path, outcome.reason == UNREADABLE
-                if reading.on_error == "strict" and not is_unreadable and (damage := find_damage(path)):
-                    raise DataError(f"{path}: cannot read: {damage}; before that, {result.location()} {outcome}")
                 if reading.on_error == "strict":
                     raise DataError(f"{result.location()} {outcome}")
-                if is_unreadable:
+                if outcome.reason == UNREADABLE:
                     notes.append(f"{result.source.name}: {outcome}")
             if isinstance(outcome, Document):
                 line = outcome.to_line()

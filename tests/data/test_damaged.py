@@ -11,7 +11,6 @@ import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from unittest.mock import patch
 
 import pytest
 
@@ -140,29 +139,6 @@ def test_a_web_stage_names_the_damaged_files_whatever_its_workers(tmp_path: Path
     assert records[0].counts.dropped == {"unreadable": 2}
     assert [note.split(": ")[0] for note in records[0].notes] == [f"a.jsonl{ending}", f"c.jsonl{ending}"]
     assert f"damaged at byte {len(whole) + 1} " in records[0].notes[0] and "damaged at byte 0 " in records[0].notes[1]
-
-
-def test_nonsense_is_told_as_damage_in_a_damaged_file_and_as_a_malformed_line_in_a_whole_one(tmp_path: Path) -> None:
-    """A wrong bit may be decompressed into other text, and only the checksum at the end of the stream tells."""
-    content = lines(texts(15, 40)) + b"{]\n" + lines(texts(16, 5))
-    path = tmp_path / "a.jsonl.gz"
-    path.write_bytes(gzip.compress(content))
-    with pytest.raises(DataError, match=rf"^{path}:41 not JSON: .* \(the line begins at byte \d+\)$"):
-        build_corpus([path], tmp_path / "c", BYTE)
-    with pytest.raises(DataError, match=rf"^{path}:41 \(byte \d+\) not JSON: "):
-        run_map_stage(READ, [path], tmp_path / "out")
-    place = (stored := gzip.compress(content, 0)).index(b"document 7")  # each byte of text as it is
-    path.write_bytes(flipped(stored, place - 1))
-    damage = rf"^{path}: cannot read: the compressed data is damaged at byte \d+ .*; before that, "
-    with pytest.raises(DataError, match=rf"{damage}line 8 is malformed: not JSON"):
-        build_corpus([path], tmp_path / "c", BYTE)
-    with pytest.raises(DataError, match=rf"{damage}{path}:8 \(byte \d+\) not JSON"):
-        run_map_stage(READ, [path], tmp_path / "out")
-    path.write_bytes(gzip.compress(content)[:-1])  # what is skipped needs no second look
-    with patch("data.text_files.find_damage", side_effect=AssertionError), \
-            patch("data.webtext.runner.find_damage", side_effect=AssertionError):
-        assert preprocessed([path], tmp_path / "c")[1] == 2
-        run_map_stage(READ, [path], tmp_path / "out", WebReading(on_error="skip"))
 
 
 # ----------------------------------------------------------------------------------------------------- random accidents

@@ -165,22 +165,6 @@ def test_json_over_several_lines_is_refused_with_what_to_do_and_that_works(tmp_p
     webtext.main(["read", "--format", "json", str(tmp_path / "a.json"), "--output", str(tmp_path / "out")])
     build_corpus([*(tmp_path / "out").glob("part-*.jsonl")], tmp_path / "c", BYTE)
     assert bytes(IndexedCorpus(tmp_path / "c").document(0)[:-1].astype("u1")) == b"one"
-    (tmp_path / "a.json").write_text(f"{OBJECT}\n{content}")
-    with pytest.raises(DataError, match=r"a.json not JSON: Extra data.*`jq -c \.` makes a line of each"):
-        webtext.main(["read", str(tmp_path / "a.json"), "--output", str(tmp_path / "other")])
-
-
-def test_utf_16_is_named(tmp_path: Path) -> None:
-    for name, encoding in (("a.jsonl", "utf-16-le"), ("a.txt", "utf-16-be")):
-        (tmp_path / name).write_bytes(("\ufeff" + LINE.decode() * 3).encode(encoding))
-        with pytest.raises(DataError, match=f"{name}:1 not UTF-8 but UTF-16, by its first bytes; convert"):
-            build_corpus([tmp_path / name], tmp_path / "c", BYTE)
-        with pytest.raises(DataError, match=f"{name}.* not UTF-8 but UTF-16, by its first bytes; convert"):
-            webtext.main(["read", str(tmp_path / name), "--output", str(tmp_path / "out")])
-    for name in ("a.jsonl", "a.txt"):
-        (tmp_path / name).write_bytes(b"\xff\xff words\n")
-        with pytest.raises(DataError, match=f"{name}.* not UTF-8: byte 0xff"):
-            webtext.main(["read", str(tmp_path / name), "--output", str(tmp_path / "out")])
 
 
 def test_a_stage_that_is_given_a_raw_folder_says_what_to_do(tmp_path: Path) -> None:

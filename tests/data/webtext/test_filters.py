@@ -26,7 +26,7 @@ from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.filters import (MAX_SAMPLES, NGRAM_WORDS, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, count_shared_ngrams,
                                   language_scores, make_decontaminate, read_evaluation_ngrams, read_passages,
                                   text_samples)
-from data.webtext.minhash import word_hashes
+from data.webtext.minhash import hash_words
 from data.webtext.runner import MapStage
 from tests.data.webtext.planted import EVALUATION, babble
 
@@ -196,7 +196,7 @@ def test_what_is_shared_is_what_a_search_over_strings_finds(tmp_path: Path) -> N
     for _ in range(200):
         text = " ".join([*rng.choices("abcd", k=30), rng.choice(texts), *rng.choices("ab", k=5)])
         plain = re.findall(r"\w+", text.lower())
-        assert count_shared_ngrams(word_hashes(text), runs) == sum(
+        assert count_shared_ngrams(hash_words(text).hashes, runs) == sum(
             first + length <= len(plain) and tuple(plain[first:first + length]) in looked_for
             for first in range(len(plain)) for length in range(8, NGRAM_WORDS + 1))
 
