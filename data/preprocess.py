@@ -131,10 +131,7 @@ class PreprocessProgress:
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
-    documents_of_file: int = 0  # documents kept of the current file
-    begun: int = 0  # tokens so far of a document that continues in the next chunk
-    before: tuple[int, ...] = ()  # savepoint of the corpus at the start of that document
-    # A part of that document was malformed: its other parts are dropped, and it is already counted.
+    # A part of the unfinished document was malformed: its other parts are dropped, and it is already counted.
     is_refused: bool = False
     damaged: list[str] = field(default_factory=list)  # messages for the end: files whose rest was skipped
 
@@ -142,25 +139,21 @@ class PreprocessProgress:
         """Write the documents of a chunk, or its part of one, without malformed ones."""
         chunk, tokens, sizes = encoded.chunk, encoded.tokens, encoded.sizes
         self.skipped += encoded.malformed - (encoded.first_is_malformed and self.is_refused)
-        if encoded.first_is_malformed and self.begun:
-            writer.rollback_to(self.before)
-            self.begun = 0
+        if encoded.first_is_malformed:
+            writer.drop_unfinished_document()
         elif self.is_refused and chunk.starts_inside_document and not encoded.first_is_malformed:
             # a valid part of a malformed document
             first = int(sizes[0]) if len(sizes) else len(tokens)
             tokens, sizes = tokens[first:], sizes[1:]
         ended = int(sizes.sum())
-        sizes[:1] += self.begun
+        sizes[:1] += writer.tokens - writer.complete_tokens
         writer.add_documents(tokens[:ended], sizes)
         if not (chunk.starts_inside_document and chunk.ends_inside_document):
-            self.begun, self.before, self.is_refused = 0, writer.savepoint(), False
+            self.is_refused = False
         self.is_refused |= encoded.last_is_malformed
         writer.add_tokens(tokens[ended:])
-        self.begun += len(tokens) - ended
-        self.documents_of_file = self.documents_of_file * (chunk.offset > 0) + len(sizes)
         if chunk.damage:
-            self.damaged.append(
-                f"{chunk.damage}; before the damage: {format_count(self.documents_of_file, 'document')}")
+            self.damaged.append(chunk.damage)
         self.documents += len(sizes)
         self.bytes += encoded.size
 

@@ -8,7 +8,6 @@ wait. Several sources are blended by weight or size. `--split` cuts every traini
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -55,30 +54,14 @@ def check_sources(words: Sequence[str], flag: str) -> None:
             elif name.startswith(DATASET_PREFIX):
                 check_datasets_package(name)
             elif not _source_exists(name):
-                raise DataError(f"{flag} {name}: no file or folder of this name{_suggestion(name)}")
+                raise DataError(f"{flag} {name}: no file or folder of this name; give a text file, a folder of "
+                                "them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)")
             elif not os.path.lexists(f"{name}.idx"):
                 check_is_rereadable(name)
 
 
 def _source_exists(name: str) -> bool:
     return any(os.path.lexists(path) for path in (name, f"{name}.idx", f"{name}.bin"))
-
-
-def _suggestion(name: str) -> str:
-    """A hint: entries of that folder with a similar name or the same stem."""
-    folder, word = os.path.split(name.rstrip("/"))
-    try:
-        entries = os.listdir(folder or ".")
-    except OSError:
-        return f", nor a folder {folder}"
-    corpora = {entry.removesuffix(".idx") for entry in entries if entry.endswith(".idx")}
-    parts = {corpus + suffix for corpus in corpora for suffix in (".bin", ".idx", ".json")}
-    known = sorted(corpora | {entry for entry in entries if not entry.startswith(".")} - parts)
-    near = [entry for entry in known if entry.split(".")[0] == word.split(".")[0]]
-    near = (near or difflib.get_close_matches(word, known, 3))[:3]
-    if near:
-        return f"; did you mean {' or '.join(os.path.join(folder, entry) for entry in near)}?"
-    return "; give a text file, a folder of them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)"
 
 
 NAMED_CORPORA = ("default", "webtext")

@@ -18,7 +18,7 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from data.cli import StrictArgumentParser, format_count, run_command
+from data.cli import StrictArgumentParser, run_command
 from data.input_files import check_stage_shards, find_text_files
 from data.sampling import PARTS, parse_split
 from data.storage import (DataError, UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
@@ -45,19 +45,17 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
         raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "
                          "documents: remove it, or choose another --output-prefix")
-    skipped = kept_of_file = 0
+    skipped = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # all files appear together at the end
         stack.enter_context(hold_writer_lock(f"{prefix}.jsonl"))
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
         for chunk in (chunk for path in inputs for chunk in read_line_chunks(path)):
-            kept_of_file *= chunk.offset > 0
             for line, text in parse_lines(chunk, key):
                 if isinstance(text, str):
                     name = PARTS[part_of_text(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
-                    kept_of_file += 1
                 elif skip_malformed:
                     skipped += 1
                 else:
@@ -66,8 +64,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
                 if not skip_malformed:
                     raise DataError(chunk.damage)
                 skipped += 1
-                print(f"skipped the rest of a file: {escape_to_one_line(chunk.damage)}; before the damage: "
-                      f"{format_count(kept_of_file, 'document')}", file=sys.stderr)
+                print(f"skipped the rest of a file: {escape_to_one_line(chunk.damage)}", file=sys.stderr)
         check_unchanged()
         with write_errors_for(prefix):
             for file in files.values():  # a full disk fails here, before the old files are removed

@@ -9,7 +9,6 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -34,21 +33,6 @@ def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
     return [os.fspath(prefix) + suffix for suffix in CORPUS_SUFFIXES]
 
 
-class AppendFile:
-    """A file that is written sequentially, with its CRC-32."""
-
-    def __init__(self, file: IO[bytes]) -> None:
-        self.file, self.crc = file, 0
-
-    def write(self, raw: bytes | memoryview) -> None:
-        self.crc = crc32(raw, self.crc)
-        self.file.write(raw)
-
-    def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-
 class CorpusWriter:
     """Writes a corpus in one pass and bounded memory; its files appear only if the block succeeds."""
 
@@ -60,7 +44,9 @@ class CorpusWriter:
         self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
         self._tokenizer = tokenizer
         self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
-        self.documents, self.tokens, self._max_token = 0, 0, -1
+        self.documents, self.tokens, self._max_token, self._crc = 0, 0, -1, 0
+        self.complete_tokens = 0  # tokens of the documents whose sizes are known
+        self._after_document = (0, -1, 0)  # tokens, largest id and checksum after the last complete document
         self._targets = {suffix: Path(os.path.realpath(self.prefix + suffix)) for suffix in CORPUS_SUFFIXES}
 
     def __enter__(self) -> CorpusWriter:
@@ -72,7 +58,8 @@ class CorpusWriter:
             unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
             self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
                             for suffix, target in self._targets.items()}
-            self._bin, self._idx = (AppendFile(stack.enter_context(open(self._drafts[suffix], "wb")))
+            self._bin: IO[bytes]
+            self._bin, self._idx = (stack.enter_context(open(self._drafts[suffix], "wb"))
                                     for suffix in (".bin", ".idx"))
             self._idx.write(bytes(INDEX_HEADER.size))  # completed at the end: it holds the number of lengths
             self._stack = stack.pop_all()
@@ -92,18 +79,16 @@ class CorpusWriter:
                 raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
                                 f"{self.documents} or after: expected 0 to {self._id_limit - 1}")
             self._max_token = max(self._max_token, highest)
-            self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+            raw = np.ascontiguousarray(ids, self.dtype).data
+            self._crc = crc32(raw, self._crc)
+            self._bin.write(raw)
             self.tokens += len(ids)
 
-    def savepoint(self) -> tuple[int, ...]:
-        """State for `rollback_to`, taken before tokens that may have to be dropped."""
-        return (self.tokens, self._max_token, self._bin.crc)
-
-    def rollback_to(self, savepoint: Sequence[int]) -> None:
-        """Drop the tokens added since the savepoint."""
-        self.tokens, self._max_token, self._bin.crc = savepoint
-        self._bin.file.seek(self.tokens * self.dtype.itemsize)
-        self._bin.file.truncate()
+    def drop_unfinished_document(self) -> None:
+        """Drop the tokens after the last document."""
+        self.tokens, self._max_token, self._crc = self._after_document
+        self._bin.seek(self.tokens * self.dtype.itemsize)
+        self._bin.truncate()
 
     def add_sizes(self, sizes: ArrayLike) -> None:
         """Add the sizes, in tokens, of the next documents."""
@@ -113,6 +98,9 @@ class CorpusWriter:
                             f"to {MAX_DOCUMENT_TOKENS}: cut it (a .txt file: --document-separator)")
         self._idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)
+        self.complete_tokens += int(lengths.sum())
+        if self.complete_tokens == self.tokens:
+            self._after_document = self.tokens, self._max_token, self._crc
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
@@ -126,7 +114,7 @@ class CorpusWriter:
             with self._stack:
                 for growing in (self._bin, self._idx):
                     with suppress(OSError):  # a full disk fails again when the buffer is flushed
-                        growing.file.close()
+                        growing.close()
                 for path in self._drafts.values():
                     with suppress(OSError):
                         path.unlink(missing_ok=True)
@@ -138,21 +126,22 @@ class CorpusWriter:
         so no corpus."""
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
-        boundaries, index_file = self.documents + 1, self._idx.file
+        boundaries, index_file = self.documents + 1, self._idx
+        assert self.complete_tokens == self.tokens, "the sizes of documents do not add up to the tokens"
         with write_errors_for(self.prefix):
             index_file.flush()
             lengths = np.fromfile(self._drafts[".idx"], "<i4", self.documents, offset=INDEX_HEADER.size)
             ends = np.cumsum(lengths, dtype="<i8")
-            assert self.documents and ends[-1] == self.tokens, "the sizes of documents do not add up to the tokens"
             index_file.write(((ends - lengths) * self.dtype.itemsize).data)
             index_file.write(np.arange(boundaries, dtype="<i8").data)
             index_file.seek(0)
             index_file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.documents,
                                                boundaries))
-            self._bin.sync()  # a full disk fails here, while the old corpus is complete
-            self._idx.sync()
+            for growing in (self._bin, self._idx):  # a full disk fails here, while the old corpus is complete
+                growing.flush()
+                os.fsync(growing.fileno())
             identity = corpus_identity(*(StableFile(str(self._drafts[suffix])) for suffix in (".idx", ".bin")))
-            facts = CorpusFacts(self.documents, self.tokens, f"{self._bin.crc:08x}", self._max_token, self._tokenizer,
+            facts = CorpusFacts(self.documents, self.tokens, f"{self._crc:08x}", self._max_token, self._tokenizer,
                                 identity)
             with open(self._drafts[".json"], "w", encoding="utf-8") as file:
                 json.dump(asdict(facts), file, indent=1)

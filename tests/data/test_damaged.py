@@ -106,8 +106,8 @@ def test_strict_runs_end_with_the_file_the_place_and_the_reason(ending: str, tmp
             run_map_stage(READ, [path], tmp_path / "out")
 
 
-def test_what_came_before_the_damage_is_counted_by_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Not with the documents of the files before; and with the next file it goes on."""
+def test_damage_is_told_by_file_and_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """And with the next file it goes on."""
     for name, count in (("a", 7), ("c", 1), ("d", 300)):
         (tmp_path / f"{name}.jsonl.gz").write_bytes(gzip.compress(lines(texts(14, count))) + b"x")
     (tmp_path / "b.jsonl").write_bytes(lines(texts(13, 5)))
@@ -121,8 +121,8 @@ def test_what_came_before_the_damage_is_counted_by_file(tmp_path: Path, capsys: 
     assert out.err.count("6 files, 314 documents in ") == out.err.count("; 4 malformed documents skipped\n") == 2
     assert out.out.startswith("314 documents: ") and out.out.endswith("; 4 malformed lines skipped\n")
     told = [line.partition(f"{tmp_path}/")[2] for line in out.err.splitlines() if "skipped the rest" in line]
-    assert [(line[0], line.rpartition("; before the damage: ")[2]) for line in told] == [
-        ("a", "7 documents"), ("c", "1 document"), ("d", "300 documents"), ("e", "0 documents")] * 3
+    assert [(line[0], line.rpartition("; it is in line ")[2]) for line in told] == [
+        ("a", "8"), ("c", "2"), ("d", "301"), ("e", "1")] * 3
     for suffix in (".bin", ".idx"):
         assert (tmp_path / f"out1{suffix}").read_bytes() == (tmp_path / f"out2{suffix}").read_bytes()
 
