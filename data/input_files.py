@@ -57,10 +57,7 @@ def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str],
             return checksum(path)
 
     with ThreadPoolExecutor(max(1, min(workers or len(os.sched_getaffinity(0)), len(paths))), "checksum") as pool:
-        try:
-            yield from pool.map(checksum_of, paths)
-        finally:
-            pool.shutdown(cancel_futures=True)  # the first mismatch ends the check
+        yield from pool.map(checksum_of, paths)
 
 
 def sha256_file(path: str) -> str:

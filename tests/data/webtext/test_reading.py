@@ -9,7 +9,6 @@ import lzma
 import os
 import random
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -249,11 +248,9 @@ def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
 
 
 def test_what_is_nested_too_deeply_is_a_fault() -> None:
-    for depth, mend in product((120, 900, 100_000), (False, True)):
-        for line in (b"[" * depth + b'"y"' + b"]" * depth, b"[" * depth + b'"\\ud800"' + b"]" * depth,
-                     b'{"k":' * depth + b'"\\ud800"' + b"}" * depth):
-            with pytest.raises(DocumentError, match="not JSON we can read"):
-                parse_json_line(b'{"text": "a", "x": ' + line + b"}", repair=mend)
+    for opening, closing, mend in ((b"[", b"]", False), (b'{"k":', b"}", True)):
+        with pytest.raises(DocumentError, match="not JSON we can read: nested too deeply"):
+            parse_json_line(b'{"text": "a", "x": ' + opening * 100_000 + b'"y"' + closing * 100_000 + b"}", repair=mend)
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines
