@@ -110,8 +110,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def parse_index_header(start: bytes, file_size: int, name: str) -> tuple[np.dtype[Any], int, int]:
     """(dtype, sequences, documents + 1) from the first bytes of an index of `file_size` bytes; DataError if they are
     wrong, before anything is allocated."""
-    if start.startswith(b"TNTIDX"):
-        raise DataError(f"{name}: magic: the old TNTIDX format (not memory-mapped); preprocess the text again")
     if len(start) < INDEX_HEADER.size:
         raise DataError(f"{name}: header: expected {INDEX_HEADER.size} bytes, found {len(start)}")
     magic, version, code, sequences, boundaries = INDEX_HEADER.unpack_from(start)

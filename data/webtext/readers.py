@@ -238,32 +238,25 @@ def skip_line(file: DecompressedFile, most: float = math.inf) -> int:
     return skipped
 
 
-def read_lines(file: DecompressedFile, start: int, stop: float, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, size, bytes) of each line that begins in [start, stop), with its end. A line of more than `limit` bytes
-    is not held: its bytes are None."""
-    offset = start
-    if start:  # a line across `start` belongs to the range before
-        file.seek(start - 1)
-        offset += skip_line(file, stop - start + 1) - 1
-    while offset < stop and (line := file.readline(limit + 1)):
-        is_too_long = len(line) > limit and not line.endswith(b"\n")
-        size = len(line) + (skip_line(file) if is_too_long else 0)
-        yield offset, size, None if is_too_long else line
-        offset += size
-
-
 def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[RawDocument]:
-    """The lines that begin in the range, without blank ones; at its damage raises that of the file."""
-    stop = math.inf if source.stop is None else source.stop
-    for offset, size, raw in read_lines(file, source.start, stop, options.max_bytes):
-        line = raw and (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
+    """The lines that begin in the range, without blank ones; at its damage raises that of the file. A line of more than
+    `max_bytes` is not held."""
+    stop, offset = math.inf if source.stop is None else source.stop, source.start
+    if offset:  # a line across the start belongs to the range before
+        file.seek(offset - 1)
+        offset += skip_line(file, stop - offset + 1) - 1
+    while offset < stop and (raw := file.readline(options.max_bytes + 1)):
+        is_too_long = len(raw) > options.max_bytes and not raw.endswith(b"\n")
+        size = len(raw) + (skip_line(file) if is_too_long else 0)
+        line = (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
         if not file.damage:
-            if line or line is None:
-                yield offset, size, line
-        elif line and source.format == "jsonl":  # a complete object is no part of the damage
+            if line or is_too_long:
+                yield offset, size, None if is_too_long else line
+        elif line and not is_too_long and source.format == "jsonl":  # a complete object is no part of the damage
             with suppress(DocumentError):
                 parse_json_line(line, options.text_key, options.url_key)
                 yield offset, size, line
+        offset += size
     if file.damage:
         raise file.damage
 

@@ -72,7 +72,7 @@ def test_documents_of_several_sequences_are_joined(tmp_path: Path) -> None:
 
 LIES: list[tuple[int, str, object, str]] = [
     (0, "9s", b"MMIDIDZ\0\0", "magic: expected"),
-    (0, "9s", b"TNTIDX\0\0\0", "old TNTIDX format"),
+    (0, "9s", b"TNTIDX\0\0\0", "is this a corpus index"),
     (9, "<Q", 2, "version: expected 1, found 2"),
     (17, "<B", 99, "dtype code: expected one of .* found 99"),
     (17, "<B", 6, "dtype code: 6 .* integer type"),
