@@ -11,7 +11,6 @@ from __future__ import annotations
 import importlib
 import io
 import lzma
-import os
 import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -177,17 +176,6 @@ def open_decompressed(path: str, *, until_damage: bool = False) -> Iterator[Deco
             readable = _DecompressedBlocks(_decompressed_blocks(file, new_decompressor, padding_unit), until_damage)
         with DecompressedFile(readable, OUTPUT_BYTES) as buffered:
             yield buffered
-
-
-def find_damage(path: str) -> CorruptStreamError | None:
-    """The damage of a compressed file, for a caller that found invalid content: checksums come last, so the damage may
-    not have shown yet. Reads the whole file. None: no damage, or unknown."""
-    if is_compressed(path) and os.path.isfile(path):  # a pipe cannot be read again
-        with suppress(OSError), open_decompressed(path, until_damage=True) as file:
-            while file.read(OUTPUT_BYTES):
-                pass
-            return file.damage
-    return None
 
 
 @contextmanager

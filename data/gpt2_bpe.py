@@ -149,24 +149,22 @@ def convert_tokenizer_json(tokenizer_json: Mapping[str, Any], path: str,
     """(text of a merges file, token -> id); DataError names every setting that differs from GPT-2."""
     try:
         model, before = tokenizer_json["model"], tokenizer_json.get("pre_tokenizer") or {}
+        after = (tokenizer_json.get("post_processor") or {}).get("type", "ByteLevel")
         added = {one["content"]: one["id"] for one in tokenizer_json.get("added_tokens") or ()}
-        differences = [] if model.get("type") == "BPE" else [f"its model is {model.get('type')}"]
-        differences += [f"{name} {model[name]!r}" for name in UNSUPPORTED_BPE_SETTINGS if model.get(name)]
         merges = [pair if isinstance(pair, str) else " ".join(pair) for pair in model["merges"]]
         vocabulary = {**model["vocab"], **added}
-        if missing := sum(letter not in model["vocab"] for letter in alphabet):
-            differences.append(f"{missing} of the 256 bytes are not in its vocabulary")
-        if tokenizer_json.get("normalizer"):
-            differences.append(f"a normalizer, {tokenizer_json['normalizer'].get('type')}")
-        if before.get("type") != "ByteLevel":
-            differences.append(f"its pre_tokenizer is {before.get('type')}")
-        elif before.get("add_prefix_space", True) or not before.get("use_regex", True):
-            differences.append("its ByteLevel has add_prefix_space, or not GPT-2's pattern (use_regex)")
-        if (tokenizer_json.get("post_processor") or {}).get("type", "ByteLevel") != "ByteLevel":
-            differences.append(f"a post_processor, {tokenizer_json['post_processor']['type']}")
-        if END_OF_TEXT not in vocabulary:
-            differences.append(f"no {END_OF_TEXT}")
-        differences += [f"a token {text!r} beside the merges" for text in added if text != END_OF_TEXT]
+        missing = sum(letter not in model["vocab"] for letter in alphabet)
+        checks = {
+            f"its model is {model.get('type')}": model.get("type") != "BPE",
+            f"{missing} of the 256 bytes are not in its vocabulary": missing > 0,
+            f"a normalizer, {tokenizer_json.get('normalizer')}": tokenizer_json.get("normalizer"),
+            f"its pre_tokenizer is {before.get('type')}": before.get("type") != "ByteLevel",
+            "its ByteLevel has add_prefix_space, or not GPT-2's pattern (use_regex)":
+                before.get("add_prefix_space", True) or not before.get("use_regex", True),
+            f"a post_processor, {after}": after != "ByteLevel", f"no {END_OF_TEXT}": END_OF_TEXT not in vocabulary,
+            **{f"{name} {model[name]!r}": True for name in UNSUPPORTED_BPE_SETTINGS if model.get(name)},
+            **{f"a token {text!r} beside the merges": text != END_OF_TEXT for text in added}}
+        differences = [text for text, is_different in checks.items() if is_different]
     except (AttributeError, KeyError, TypeError) as error:
         raise DataError(f"{path}: not a tokenizer.json that can be read ({error!r}); {TOKENIZER_HINT}") from error
     made = {*alphabet, *("".join(pair.split(" ")) for pair in merges), END_OF_TEXT}

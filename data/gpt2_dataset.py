@@ -7,8 +7,6 @@ seq_length, seed, epoch). So the number of consumed samples is the whole state o
 
 from __future__ import annotations
 
-import os
-import struct
 from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Sequence
@@ -21,22 +19,17 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from data.compressed import read_errors_for
-from data.indexed import IndexedCorpus, StableFile
+from data.indexed import IndexedCorpus
 from data.sampling import Blend, epoch_permutation, index_dtype
 from data.storage import (DataError, content_digest, crc32, make_folder, prefix_data_errors, prefix_storage_errors,
                           staged_file, wait_for_lock)
 
-BLOCK_DOCUMENTS = 1 << 20
 MIN_STORED_SAMPLES = 1 << 16  # smaller epochs are not stored: computing them is faster than opening their files
 
 # An epoch and its neighbour: ranks and prefetch threads cross an epoch's end at slightly different times.
 MAX_CACHED_EPOCHS = 2
 
-ROW_FILE_VERSION = 2
-ROW_FILE_MAGIC = b"\x89rows\r\n\x1a"
-# Magic, version, dtype, rows, columns (0: rows are scalars), CRC-32 of the content name, the shape and the rows.
-ROW_FILE_HEADER = struct.Struct("<8sI4sQII")
-REBUILD_HINT = "delete it, and it is built again"
+ROW_FILE_VERSION = 3
 
 
 def count_samples(tokens: int, seq_length: int) -> int:
@@ -44,81 +37,47 @@ def count_samples(tokens: int, seq_length: int) -> int:
     return max(0, tokens - 1) // seq_length
 
 
+def starts_dtype(sizes: NDArray[np.integer], order: NDArray[np.integer]) -> type[np.signedinteger[Any]]:
+    """The dtype of `sample_starts`."""
+    return index_dtype(max(len(order), int(sizes.max())))
+
+
 def sample_starts(sizes: NDArray[np.integer], order: NDArray[np.integer], seq_length: int) -> NDArray[np.integer]:
-    """[samples, 2]: position in `order` and offset in that document of each sample's first token. Works in blocks, so
-    memory stays small for any corpus."""
-    blocks = range(0, len(order), BLOCK_DOCUMENTS)
-    total = sum(int(sizes[order[at:at + BLOCK_DOCUMENTS]].sum(dtype=np.int64)) for at in blocks)
-    samples = count_samples(total, seq_length)
-    starts = np.empty((samples, 2), index_dtype(max(len(order), int(sizes.max()))))
-    before, done = 0, 0  # tokens in earlier blocks; samples that begin in them
-    for at in blocks:
-        lengths = sizes[order[at:at + BLOCK_DOCUMENTS]].astype(np.int64)
-        ends = before + np.cumsum(lengths)
-        stop = min(samples, -(-int(ends[-1]) // seq_length))
-        tokens = np.arange(done, stop) * seq_length
-        # "right" skips zero-length documents, and one that ends exactly here.
-        where = np.searchsorted(ends, tokens, side="right")
-        starts[done:stop, 0] = at + where
-        starts[done:stop, 1] = tokens - (ends[where] - lengths[where])
-        before, done = int(ends[-1]), stop
-    return starts
+    """[samples, 2]: position in `order` and offset in that document of each sample's first token."""
+    lengths = sizes[order]
+    ends = np.cumsum(lengths, dtype=np.int64)
+    tokens = np.arange(count_samples(int(ends[-1]), seq_length)) * seq_length
+    # "right" skips zero-length documents, and one that ends exactly here.
+    where = np.searchsorted(ends, tokens, side="right")
+    return np.stack([where, tokens - (ends - lengths)[where]], axis=1, dtype=starts_dtype(sizes, order),
+                    casting="same_kind")
 
 
-def write_row_file(path: str | os.PathLike[str], name: str, values: NDArray[np.integer]) -> None:
-    """Write [rows] or [rows, columns] atomically. `name` identifies the content."""
-    rows = np.ascontiguousarray(values, values.dtype.newbyteorder("<"))
-    kind, columns = rows.dtype.str.encode(), rows.shape[1] if rows.ndim > 1 else 0
-    content = rows.reshape(-1).view(np.uint8).data
-    # The checksum starts with name and shape: others do not fit the same rows.
-    crc = crc32(content, crc32(repr((name, kind, len(rows), columns)).encode()))
+def write_rows(path: Path, values: NDArray[np.integer]) -> None:
+    """Write [rows] or [rows, columns] atomically, and a checksum."""
     with staged_file(path) as file:
-        file.write(ROW_FILE_HEADER.pack(ROW_FILE_MAGIC, ROW_FILE_VERSION, kind, len(rows), columns, crc))
-        file.write(content)
+        file.write(values.data)
+        file.write(crc32(values.data).to_bytes(4, "little"))
 
 
-@final
-class RowFile:
-    """Reads what `write_row_file` wrote under the same name. Opening it reads all rows once and checks their checksum;
-    raises DataError."""
-
-    def __init__(self, path: str | os.PathLike[str], name: str) -> None:
-        self._path, self._name = os.fspath(path), name
-        with read_errors_for(self._path):
-            self._file = StableFile(self._path, REBUILD_HINT)
-        header = self._file.read(0, min(ROW_FILE_HEADER.size, self._file.size), "u1").tobytes()
-        magic, version, padded_kind, rows, columns, expected = ROW_FILE_HEADER.unpack(
-            header.ljust(ROW_FILE_HEADER.size, b"\0"))
-        kind = padded_kind.rstrip(b"\0")
-        found = self._file.checksum(crc32(repr((name, kind, rows, columns)).encode()), ROW_FILE_HEADER.size)
-        if (magic, version) != (ROW_FILE_MAGIC, ROW_FILE_VERSION) or found != expected:
-            raise DataError(f"{self._path}: damaged, or made from something else: has the checksum {found:08x}, "
-                            f"expected {expected:08x}; {REBUILD_HINT}")
-        self.shape: tuple[int, ...] = (rows, columns) if columns else (rows,)
-        self._dtype = np.dtype(kind.decode())
-
-    def __reduce__(self) -> tuple[type[RowFile], tuple[str, str]]:
-        return RowFile, (self._path, self._name)  # another process opens the file itself
-
-    def __getitem__(self, row: int) -> Any:
-        """A scalar, or [columns]."""
-        if not 0 <= row < self.shape[0]:
-            raise IndexError(f"row {row}: expected 0 to {self.shape[0] - 1}")
-        columns = self.shape[1] if len(self.shape) > 1 else 1
-        offset = ROW_FILE_HEADER.size + row * columns * self._dtype.itemsize
-        values = self._file.read(offset, columns, self._dtype)
-        return values if len(self.shape) > 1 else values[0]
+def open_rows(path: Path, dtype: type[np.integer[Any]], shape: tuple[int, ...]) -> NDArray[np.integer]:
+    """What `write_rows` wrote, memory-mapped, so that the ranks of a machine share it; raises DataError."""
+    with read_errors_for(str(path)):
+        raw = np.memmap(path, np.uint8, "r") if path.stat().st_size else np.empty(0, np.uint8)
+    if crc32(raw[:-4].data).to_bytes(4, "little") != raw[-4:].tobytes():
+        raise DataError(f"{path}: damaged: its checksum is another one; delete it, and it is built again")
+    return raw[:-4].view(dtype).reshape(shape)
 
 
 # Of one epoch: document numbers in shuffled order; and [samples, 2], in sample order: position of the first document in
 # that array, and offset of the first token in it.
-EpochIndex = tuple[NDArray[np.integer] | RowFile, NDArray[np.integer] | RowFile]
+EpochIndex = tuple[NDArray[np.integer], NDArray[np.integer]]
 
 
 class EpochCache:
-    """Epochs by number. Holds the last two in memory, and stores all as files if a folder is given.
-    Files are named by everything they depend on and appear by rename; damaged or foreign ones are refused
-    (`RowFile`). One of the processes that share the folder builds an epoch; the others wait and read its files."""
+    """Epochs by number. Holds the last two in memory, and stores all as files if a folder is given. Files are named by
+    everything they depend on and appear by rename; damaged ones are refused. One of the processes that share the folder
+    builds an epoch; the others wait and read its files."""
 
     def __init__(self, sizes: NDArray[np.integer], documents: NDArray[np.integer], seq_length: int, seed: int,
                  samples: int, folder: str | None = None) -> None:
@@ -149,15 +108,14 @@ class EpochCache:
         return order, starts[epoch_permutation(len(starts), self._seed, epoch, stream=1)]
 
     def _load_or_build(self, epoch: int, folder: Path) -> EpochIndex:
-        names = [f"{self._content_name}-{epoch}-{what}" for what in ("documents", "starts")]
-        paths = [folder / f"{name}.rows" for name in names]
+        paths = [folder / f"{self._content_name}-{epoch}-{what}.rows" for what in ("documents", "starts")]
         if not all(path.exists() for path in paths):
             with prefix_storage_errors("--data-cache-path"), wait_for_lock(folder / f".{self._content_name}.lock"):
                 if not all(path.exists() for path in paths):
-                    for path, name, values in zip(paths, names, self._build(epoch)):
-                        write_row_file(path, name, values)
-        documents, starts = map(RowFile, paths, names)
-        return documents, starts
+                    for path, values in zip(paths, self._build(epoch)):
+                        write_rows(path, values)
+        return (open_rows(paths[0], self._documents.dtype.type, (-1,)),
+                open_rows(paths[1], starts_dtype(self._sizes, self._documents), (-1, 2)))
 
 
 Sample = NDArray[np.int64]

@@ -4,18 +4,14 @@ nanoGPT's `.bin` holds only uint16 ids; llm.c's has a header of 256 int32 (magic
 them. Neither records document boundaries or the tokenizer: documents are cut at the end-of-document id of the given
 tokenizer, whose vocabulary must contain every id. nanoGPT writes that id after each document, llm.c before it; the
 first file shows which, and no token moves. The files are one stream, as llm.c's shards end anywhere: give them in
-order. Signs of a wrong order or of several streams give warnings (`order_warnings`) or errors.
+order.
 """
 
 from __future__ import annotations
 
-import filecmp
 import os
-import re
-import sys
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import combinations, pairwise
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +40,6 @@ class TokenFile:
     tokens_offset: int  # offset of the first token: after llm.c's header, or 0 without one
     num_tokens: int
     first_token: int
-    last_token: int
 
 
 def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.PathLike[str],
@@ -53,12 +48,6 @@ def import_tokens(inputs: Sequence[str | os.PathLike[str]], prefix: str | os.Pat
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     check_unchanged = change_detector(inputs)
     files = [inspect_token_file(path) for path in inputs]  # check every file before anything is written
-    for before, path in combinations([file.path for file in files], 2):
-        with read_errors_for(path):
-            is_same_file = os.path.samefile(before, path)
-            if is_same_file or filecmp.cmp(before, path, shallow=False):
-                raise DataError(f"{path}: is {'the same file as' if is_same_file else 'a copy of'} {before}: every "
-                                "token would be there twice; name it once")
     make_folder(Path(prefix).parent)
     with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
         _copy_tokens(files, writer, tokenizer)
@@ -91,39 +80,8 @@ def inspect_token_file(path: str | os.PathLike[str]) -> TokenFile:
             start = 0
             if size == 0 or size % TOKEN_DTYPE.itemsize:
                 raise DataError(f"{name}: size: expected uint16 tokens, found {size} bytes")
-        first, last = (int(np.fromfile(name, TOKEN_DTYPE, 1, offset=at)[0])
-                       for at in (start, size - TOKEN_DTYPE.itemsize))
-    return TokenFile(name, start, (size - start) // TOKEN_DTYPE.itemsize, first, last)
-
-
-def order_warnings(inputs: Sequence[str | os.PathLike[str]], eod: int) -> list[str]:
-    """Warnings that the files may not be one stream in order, at most one of each kind."""
-    files, warnings = [inspect_token_file(path) for path in inputs], dict[str, str]()
-    first = files[0]
-    if first.tokens_offset and first.first_token != eod:
-        warnings["start"] = (
-            f"{first.path}: has a header of llm.c, whose documents begin with the end-of-document id, and begins with "
-            f"{first.first_token} instead of {eod}: its first document is cut, or the tokenizer is another one "
-            "(--tokenizer-type). Is it not the first shard? Make one corpus of all shards, in their order: "
-            "python -m data.importers --input SHARD... --output-prefix PREFIX")
-    for before, after in pairwise(files):
-        # End-of-document ids come before documents in one file, after them in another.
-        if before.tokens_offset != after.tokens_offset:
-            which = f"has a header of llm.c, and {after.path} has none" if before.tokens_offset else (
-                f"has no header, and {after.path} has llm.c's")
-            warnings.setdefault("ends", f"{before.path}: {which}: are they of one program? Documents are cut as the "
-                                "first file has them; import the others by themselves, and join the corpora with "
-                                "data.merge")
-        elif before.last_token == after.first_token == eod:
-            warnings.setdefault("ends", f"{before.path}: ends with the end-of-document id, and {after.path} begins "
-                                "with it: one is written with it after each document, the other before? Import them "
-                                "by themselves, and join the corpora with data.merge")
-        # Names that differ only in numbers should ascend.
-        parts, others = (re.split("([0-9]+)", Path(file.path).name) for file in (before, after))
-        if parts[::2] == others[::2] and list(map(int, parts[1::2])) > list(map(int, others[1::2])):
-            warnings.setdefault("names", f"{after.path}: comes after {before.path}: are the files in their order? A "
-                                "document may go on from one in the next")
-    return [warnings[kind] for kind in ("start", "ends", "names") if kind in warnings]
+        first = int(np.fromfile(name, TOKEN_DTYPE, 1, offset=start)[0])
+    return TokenFile(name, start, (size - start) // TOKEN_DTYPE.itemsize, first)
 
 
 def _copy_tokens(files: Sequence[TokenFile], writer: CorpusWriter, tokenizer: Tokenizer) -> None:
@@ -160,10 +118,7 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--output-prefix", required=True, metavar="PREFIX")
     add_tokenizer_arguments(parser)
     args = parser.parse_args(argv)
-    tokenizer = build_tokenizer(args)
-    for line in order_warnings(args.input, tokenizer.eod):
-        print(f"warning: {line}", file=sys.stderr, flush=True)
-    print(import_tokens(args.input, args.output_prefix, tokenizer))
+    print(import_tokens(args.input, args.output_prefix, build_tokenizer(args)))
 
 
 if __name__ == "__main__":

@@ -110,8 +110,6 @@ def token_dtype(vocab_size: int) -> np.dtype[Any]:
 def parse_index_header(start: bytes, file_size: int, name: str) -> tuple[np.dtype[Any], int, int]:
     """(dtype, sequences, documents + 1) from the first bytes of an index of `file_size` bytes; DataError if they are
     wrong, before anything is allocated."""
-    if start.startswith(b"TNTIDX"):
-        raise DataError(f"{name}: magic: the old TNTIDX format (not memory-mapped); preprocess the text again")
     if len(start) < INDEX_HEADER.size:
         raise DataError(f"{name}: header: expected {INDEX_HEADER.size} bytes, found {len(start)}")
     magic, version, code, sequences, boundaries = INDEX_HEADER.unpack_from(start)
@@ -142,9 +140,9 @@ class StableFile:
     """A file read by position that must not change while open: a change of size or mtime is a DataError. It is not
     memory-mapped, since a mapped file that is truncated kills the process."""
 
-    def __init__(self, path: str, remedy: str | None = None) -> None:
-        """Raises OSError if it cannot be opened. `remedy` replaces the advice for a changed corpus."""
-        self._path, self._remedy = path, remedy
+    def __init__(self, path: str) -> None:
+        """Raises OSError if it cannot be opened."""
+        self._path = path
         self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)  # stays readable after rename or deletion
         weakref.finalize(self, os.close, self.descriptor)
         status = os.fstat(self.descriptor)
@@ -164,17 +162,16 @@ class StableFile:
         except OSError as error:
             raise DataError(f"{self._path}: cannot read: {error.strerror or error}") from error
         if status.st_size != self.size:
-            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; " + (
-                            self._remedy or "put the whole file there again, under another name while a program reads "
-                            "this one"))
+            raise DataError(f"{self._path}: size: {self.size} bytes when it was opened, {status.st_size} now; "
+                            "put the whole file there again, under another name while a program reads this one")
         if left or status.st_mtime_ns != self._mtime_ns:
-            raise DataError(f"{self._path}: was written to while it was read; "
-                            f"{self._remedy or 'give each corpus a name of its own'}")
+            raise DataError(f"{self._path}: was written to while it was read; give each corpus a name of its own")
         return found
 
-    def checksum(self, crc: int = 0, start: int = 0) -> int:
-        """CRC-32 of the bytes from `start` on, continued from `crc`."""
-        for at in range(start, self.size, READ_BYTES):
+    def checksum(self) -> int:
+        """CRC-32 of the whole file."""
+        crc = 0
+        for at in range(0, self.size, READ_BYTES):
             crc = crc32(self.read(at, min(READ_BYTES, self.size - at), "u1").data, crc)
         return crc
 
@@ -182,7 +179,7 @@ class StableFile:
 SAMPLED_PLACES = 32
 SAMPLED_BYTES = 1 << 12
 
-BLOCK_ENTRIES = 1 << 20  # entries processed at a time in a full scan, to bound memory
+BLOCK_ENTRIES = 1 << 20  # tokens processed at a time in a full scan, to bound memory
 
 # A corpus without facts is scanned for its largest id when opened, up to this many tokens (about 0.2 s).
 SCAN_LIMIT_TOKENS = 1 << 28
@@ -239,22 +236,21 @@ class IndexedCorpus:
 
     def _read_index(self, sequences: int, boundaries: int) -> NDArray[np.int64]:
         """[documents + 1]: first token of each document, then the end. Compares all numbers with the files."""
+        lengths = self._index.read(INDEX_HEADER.size, sequences, "<i4")
+        if (lengths < 0).any():
+            where = int((lengths < 0).argmax())
+            raise DataError(f"{self._name}: lengths[{where}]: expected 0 or more, found {lengths[where]}")
         starts = np.zeros(sequences + 1, np.int64)
-        for at, lengths in self._index_blocks(INDEX_HEADER.size, sequences, "<i4"):
-            if (lengths < 0).any():
-                where = int((lengths < 0).argmax())
-                raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
-            np.cumsum(lengths, dtype=np.int64, out=starts[at + 1:at + 1 + len(lengths)])
-            starts[at + 1:at + 1 + len(lengths)] += starts[at]
+        np.cumsum(lengths, dtype=np.int64, out=starts[1:])
         expected = int(starts[-1]) * self.dtype.itemsize
         if self._bin.size != expected:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
-        for at, pointers in self._index_blocks(INDEX_HEADER.size + 4 * sequences, sequences, "<i8"):
-            offsets = starts[at:at + len(pointers)] * self.dtype.itemsize
-            if (pointers != offsets).any():
-                where = int((pointers != offsets).argmax())
-                raise DataError(f"{self._name}: pointers[{at + where}]: expected {offsets[where]} "
-                                f"(the lengths before it), found {pointers[where]}")
+        pointers = self._index.read(INDEX_HEADER.size + 4 * sequences, sequences, "<i8")
+        offsets = starts[:-1] * self.dtype.itemsize
+        if (pointers != offsets).any():
+            where = int((pointers != offsets).argmax())
+            raise DataError(f"{self._name}: pointers[{where}]: expected {offsets[where]} (the lengths before it), "
+                            f"found {pointers[where]}")
         documents = self._index.read(INDEX_HEADER.size + 12 * sequences, boundaries, "<i8")
         if documents[0] != 0 or documents[-1] != sequences:
             raise DataError(f"{self._name}: documents: expected 0 to {sequences}, "
@@ -263,15 +259,8 @@ class IndexedCorpus:
             where = int((documents[1:] < documents[:-1]).argmax())
             raise DataError(f"{self._name}: documents[{where + 1}]: expected at least {documents[where]}, "
                             f"found {documents[where + 1]}")
-        one_sequence_each = boundaries == sequences + 1 and all(  # as we write them: no second array
-            np.array_equal(documents[at:at + BLOCK_ENTRIES], np.arange(at, min(at + BLOCK_ENTRIES, len(documents))))
-            for at in range(0, len(documents), BLOCK_ENTRIES))
-        return starts if one_sequence_each else starts[documents]
-
-    def _index_blocks(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
-        """(position, block) over an array of the index."""
-        for at in range(0, count, BLOCK_ENTRIES):
-            yield at, self._index.read(offset + at * np.dtype(dtype).itemsize, min(BLOCK_ENTRIES, count - at), dtype)
+        first_tokens: NDArray[np.int64] = starts[documents]
+        return first_tokens
 
     @cached_property
     def sizes(self) -> NDArray[np.integer]:

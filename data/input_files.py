@@ -57,10 +57,7 @@ def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str],
             return checksum(path)
 
     with ThreadPoolExecutor(max(1, min(workers or len(os.sched_getaffinity(0)), len(paths))), "checksum") as pool:
-        try:
-            yield from pool.map(checksum_of, paths)
-        finally:
-            pool.shutdown(cancel_futures=True)  # the first mismatch ends the check
+        yield from pool.map(checksum_of, paths)
 
 
 def sha256_file(path: str) -> str:
@@ -115,13 +112,6 @@ JSON_LINES, PLAIN_TEXT = "jsonl", "text"
 KIND_OF_SUFFIX = {".jsonl": JSON_LINES, ".ndjson": JSON_LINES, ".json": JSON_LINES, ".txt": PLAIN_TEXT}
 FOLDER_SUFFIXES = (".jsonl", ".ndjson", ".txt")  # without .json: settings and corpus facts use that suffix
 
-CACHE_SUFFIX = ".cache"  # suffix of the folder beside a source that caches its corpus (sources.py)
-
-# This program's cache files and their locks; the cache may be a folder of text (--data-cache-path).
-OWN_CACHE_PATTERN = re.compile(
-    r"\.?(?:.*-)?[0-9a-f]{16}(?:\.(?:bin|idx|json|lock)|-\d+-(?:documents|starts)\.(?:rows|npy))|"
-    r"\..*\.(?:tmp|writing)|\.lock")
-
 
 def kind_of(path: str | os.PathLike[str]) -> str | None:
     """What a file holds according to its name; None if unknown."""
@@ -134,78 +124,57 @@ def kind_of(path: str | os.PathLike[str]) -> str | None:
 class InputFiles:
     files: list[str] = field(default_factory=list)
     hidden: int = 0  # names that begin with a dot; the content of such folders is not counted
-    unknown: list[str] = field(default_factory=list)
-    pipes: list[str] = field(default_factory=list)  # also sockets and devices
-    link_loops: list[str] = field(default_factory=list)  # symbolic links to a folder that contains them
-    not_of_stage: list[str] = field(default_factory=list)  # files in a stage's folder that do not belong to it
+    # Other kinds of files, pipes, links to a folder that contains them, and files in a stage's folder that are not its.
+    others: list[str] = field(default_factory=list)
 
     @property
     def left_out(self) -> str:
         """A summary of what was left out; "" for nothing."""
         parts = [f"{self.hidden} hidden"] if self.hidden else []
-        for names, one, several in (
-                (self.unknown, "1 of unknown kind", "of unknown kind"), (self.pipes, "a pipe", "pipes"),
-                (self.not_of_stage, "1 not of the stage", "not of the stage"),
-                (self.link_loops, "1 link to a folder around it", "links to a folder around them")):
-            if names:
-                more = f" and {len(names) - 3} more" if len(names) > 3 else ""
-                count = one if len(names) == 1 else f"{len(names)} {several}"
-                parts.append(f"{count} ({escape_to_one_line(', '.join(names[:3]))}{more})")
+        if self.others:
+            more = f" and {len(self.others) - 3} more" if len(self.others) > 3 else ""
+            parts.append(f"{len(self.others)} other ({escape_to_one_line(', '.join(self.others[:3]))}{more})")
         return f"left out: {', '.join(parts)}" if parts else ""
 
 
 def find_text_files(inputs: Iterable[str | os.PathLike[str]], suffixes: Sequence[str] = FOLDER_SUFFIXES) -> InputFiles:
     """The files that `inputs` stand for, in order; within a folder sorted by path. Nothing is read."""
-    def is_own_cache(entry: os.DirEntry[str]) -> bool:
-        """Whether it is our cache beside the text, not the user's text."""
-        if entry.is_dir():
-            return entry.name.endswith(CACHE_SUFFIX) and os.path.exists(entry.path.removesuffix(CACHE_SUFFIX))
-        return OWN_CACHE_PATTERN.fullmatch(entry.name) is not None
-
     found = InputFiles()
     for given in inputs:
         name = os.fspath(given)
         if not os.path.isdir(name):
             found.files.append(name)
             continue
-        before, shards_of = len(found.files), cache(shards_of_folder)
-        is_stage = shards_of(Path(name)) is not None
-        for path in sorted(walk_files(Path(name), found, is_own_cache)):
-            folders = [Path(name), *(folder for folder in reversed(path.parents) if Path(name) in folder.parents)]
-            shards = next((shards for shards in map(shards_of, folders) if shards is not None), None)
-            if shards is not None and str(path) not in shards:
-                if path.name not in (STAGE_FILE, "dropped.jsonl"):
-                    found.not_of_stage.append(str(path))
-                continue
-            wanted = Path(strip_compression_suffix(path.name)).suffix in suffixes
-            (found.files if wanted else found.unknown).append(str(path))
-        if len(found.files) == before and is_stage:
+        shards = shards_of_folder(Path(name))
+        if shards == {}:
             raise DataError(f"{name}: this stage kept no document")
-        if len(found.files) == before:
+        files = sorted(walk_files(Path(name), found)) if shards is None else []
+        texts = [*(shards or ()), *(str(path) for path in files
+                                    if Path(strip_compression_suffix(path.name)).suffix in suffixes)]
+        found.others += sorted({*map(str, files)}.difference(texts))
+        if not texts:
             raise DataError(f"{name}: this folder holds no file of text ({' '.join(suffixes)}, each also with "
                             f"{' '.join(COMPRESSED_SUFFIXES)})" + (f"; {found.left_out}" if found.left_out else ""))
+        found.files += texts
     return found
 
 
-def walk_files(folder: Path, found: InputFiles, skip: Callable[[os.DirEntry[str]], bool] = lambda _: False,
-               parents: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
+def walk_files(folder: Path, found: InputFiles, parents: tuple[tuple[int, int], ...] = ()) -> Iterator[Path]:
     """Every file below a folder; follows symbolic links, but not into loops."""
     with read_errors_for(str(folder)):
         status = folder.stat()
         entries = sorted(os.scandir(folder), key=lambda entry: entry.name)
     identity = (status.st_dev, status.st_ino)
     if identity in parents:
-        found.link_loops.append(str(folder))
+        found.others.append(str(folder))
         return
     for entry in entries:
         path = Path(entry.path)
-        if skip(entry):
-            continue
         if entry.name.startswith("."):
             found.hidden += 1
         elif entry.is_dir():
-            yield from walk_files(path, found, skip, (*parents, identity))
+            yield from walk_files(path, found, (*parents, identity))
         elif entry.is_file() or not path.exists():  # opening a dangling link reports the error
             yield path
         else:
-            found.pipes.append(entry.path)
+            found.others.append(entry.path)

@@ -18,7 +18,7 @@ from concurrent.futures.process import BrokenProcessPool
 from pathlib import Path
 from typing import Any, TypeVar
 
-from data.storage import ResumableError
+from data.storage import DataError
 
 Item = TypeVar("Item")
 Result = TypeVar("Result")
@@ -42,7 +42,7 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
             while pending:
                 yield pending.popleft().result()
         except BrokenProcessPool as gone:
-            raise ResumableError("a worker process died; out of memory, perhaps: fewer --workers need less") from gone
+            raise DataError("a worker process died; out of memory, perhaps: fewer --workers need less") from gone
         finally:
             for process in list((pool._processes or {}).values()):  # also those in the middle of an item
                 process.terminate()
@@ -90,7 +90,7 @@ def call_within(function: Callable[[Item], Result], item: Item, seconds: float, 
     try:
         child = os.fork()
     except OSError as failed:
-        raise ResumableError(f"cannot start a process: {failed.strerror}") from failed
+        raise DataError(f"cannot start a process: {failed.strerror}") from failed
     if child == 0:
         try:
             theirs.send(limited())

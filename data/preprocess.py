@@ -11,31 +11,26 @@ import sys
 import time
 from argparse import ArgumentTypeError, Namespace
 from collections.abc import Iterable, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import dataclass, field, replace
 from functools import partial
-from itertools import chain, islice
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
 
 from data import tokenizer as tokenizers
-from data.cli import StrictArgumentParser, format_count, positive, run_command, size
+from data.cli import StrictArgumentParser, format_count, positive, run_command
 from data.indexed import token_dtype
 from data.input_files import PLAIN_TEXT, check_stage_shards, find_text_files, kind_of
 from data.parallel import ordered_map
-from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, content_digest, escape_to_one_line,
-                          file_stamp, make_folder)
-from data.text_files import (CHUNK_BYTES, DATASET_PREFIX, MAX_DOCUMENT_BYTES, Chunk, HuggingFaceDataset, Separator,
+from data.storage import (DataError, change_detector, check_outputs_are_not_inputs, escape_to_one_line, make_folder)
+from data.text_files import (DATASET_PREFIX, Chunk, HuggingFaceDataset, Separator,
                              parse_lines, parse_texts, read_line_chunks, read_text_chunks)
 from data.tokenizer import Tokenizer
 from data.writer import CorpusWriter, corpus_files
 
-RESUME_POINT_BYTES = 1 << 28  # bytes of text between two resume points: about half a minute of work
-
 OTHER_PREFIX_HINT = "a corpus is PREFIX.bin, PREFIX.idx and PREFIX.json: choose another --output-prefix"
-
-REVISION = 3  # increment it when the same text would give other chunks or tokens
 
 
 @dataclass(frozen=True)
@@ -45,7 +40,6 @@ class TextReadOptions:
     json_key: str = "text"  # key of the text in a JSON object
     separator: Separator | None = None  # separator of documents in a plain text file
     append_eod: bool = True
-    max_document_bytes: int = MAX_DOCUMENT_BYTES  # longest line, or text without a place to cut
 
     @property
     def digest_parts(self) -> tuple[str, ...]:
@@ -60,6 +54,7 @@ class EncodedChunk:
     # Tokens of each document that ends in this chunk; tokens of an unfinished document follow them.
     sizes: NDArray[np.int64]
     chunk: Chunk  # without its bytes
+    size: int  # bytes of the chunk
     malformed: int  # documents that are left out, or the rest of a damaged file
     first_is_malformed: bool  # the continued part at its start is malformed, and so the whole document
     last_is_malformed: bool  # the unfinished part at its end is malformed
@@ -71,9 +66,8 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
     end = np.array([tokenizer.eod] if reading.append_eod else [], np.uint32)
     pieces: list[NDArray[np.uint32]] = [end[:0]]  # concatenate needs at least one
     sizes, are_well_formed = [], []
-    texts = (parse_texts(chunk, reading.separator, reading.max_document_bytes)
-             if kind_of(chunk.path) == PLAIN_TEXT else
-             (text for _, text in parse_lines(chunk, reading.json_key, reading.max_document_bytes)))
+    texts = (parse_texts(chunk, reading.separator) if kind_of(chunk.path) == PLAIN_TEXT else
+             (text for _, text in parse_lines(chunk, reading.json_key)))
     for text in texts:
         are_well_formed.append(isinstance(text, str))
         if isinstance(text, str):
@@ -90,7 +84,8 @@ def encode_chunk(chunk: Chunk, tokenizer: Tokenizer, reading: TextReadOptions,
         pieces.pop()
         sizes.pop()
     tokens: NDArray[np.integer] = np.concatenate(pieces, dtype=token_dtype(tokenizer.vocab_size))
-    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=None), are_well_formed.count(False),
+    return EncodedChunk(tokens, np.array(sizes, np.int64), replace(chunk, data=b""), len(chunk.data),
+                        are_well_formed.count(False),
                         chunk.starts_inside_document and not are_well_formed[0],
                         chunk.ends_inside_document and are_well_formed[-1:] == [False])
 
@@ -105,35 +100,20 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
               for path in inputs]
     check_outputs_are_not_inputs(inputs, corpus_files(prefix), OTHER_PREFIX_HINT)
     make_folder(Path(prefix).parent)
-    # What an interrupted run has to have in common with this one, files by size and times; a pipe cannot be read again.
-    stamps = [path.fingerprint if isinstance(path, HuggingFaceDataset) else file_stamp(path) for path in inputs]
-    words = (str(REVISION), str(CHUNK_BYTES), repr(tokenizer.facts), *options.digest_parts,
-             str(options.max_document_bytes), str(skip_malformed),
-             *(f"{os.path.abspath(path)} {stamp}" for path, stamp in zip(inputs, stamps)))
-    key = None if None in stamps else content_digest(map(os.fsencode, words))
     check_unchanged = change_detector(inputs)
     check_stage_shards(inputs)
     encode = partial(encode_chunk, tokenizer=tokenizer, reading=options, skip_malformed=skip_malformed)
-    limit = options.max_document_bytes
     chunks = chain.from_iterable(
         path.read_chunks(options.json_key) if isinstance(path, HuggingFaceDataset) else
-        read_text_chunks(path, options.separator, tokenizer.safe_split_characters, limit=limit)
-        if kind_of(path) == PLAIN_TEXT else read_line_chunks(path, limit=limit) for path in inputs)
-    with CorpusWriter(prefix, tokenizer=tokenizer.facts, key=key) as writer:
-        progress = PreprocessProgress(**(writer.resumed_state or {}))
-        if progress.chunks:
-            print(f"{os.fspath(prefix)}: going on after {format_count(progress.documents, 'document')} of an "
-                  "interrupted run", file=sys.stderr, flush=True)
-        start, before, resume_point = time.monotonic(), (progress.documents, progress.bytes), progress.bytes
-        for encoded in ordered_map(encode, islice(chunks, progress.chunks, None), workers):
+        read_text_chunks(path, options.separator, tokenizer.safe_split_characters)
+        if kind_of(path) == PLAIN_TEXT else read_line_chunks(path) for path in inputs)
+    progress = PreprocessProgress()
+    with CorpusWriter(prefix, tokenizer=tokenizer.facts) as writer:
+        for encoded in ordered_map(encode, chunks, workers):
             old_documents = progress.documents
             progress.write_chunk(encoded, writer)
             if log_interval and progress.documents // log_interval > old_documents // log_interval:
-                print(progress.rate_since(start, *before), file=sys.stderr, flush=True)
-            if progress.bytes - resume_point >= RESUME_POINT_BYTES:
-                writer.save_resume_point(asdict(progress))
-                resume_point = progress.bytes
-        progress.rate = progress.rate_since(start, *before)
+                print(progress.rate(), file=sys.stderr, flush=True)
         check_unchanged()
         if progress.skipped and not writer.tokens:
             raise DataError(f"{os.fspath(prefix)}: no tokens: {format_count(progress.skipped, 'malformed document')} "
@@ -145,51 +125,42 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
 
 @dataclass
 class PreprocessProgress:
-    """How far a corpus is: the state for a process that resumes it."""
+    """How far a corpus is."""
 
-    chunks: int = 0  # chunks of all files done; files are always cut alike
+    start: float = field(default_factory=time.monotonic)
     documents: int = 0
     bytes: int = 0
     skipped: int = 0
-    documents_of_file: int = 0  # documents kept of the current file
-    begun: int = 0  # tokens so far of a document that continues in the next chunk
-    before: tuple[int, ...] = ()  # savepoint of the corpus at the start of that document
-    # A part of that document was malformed: its other parts are dropped, and it is already counted.
+    # A part of the unfinished document was malformed: its other parts are dropped, and it is already counted.
     is_refused: bool = False
     damaged: list[str] = field(default_factory=list)  # messages for the end: files whose rest was skipped
-    rate: str = ""  # for the user, at the end
 
     def write_chunk(self, encoded: EncodedChunk, writer: CorpusWriter) -> None:
         """Write the documents of a chunk, or its part of one, without malformed ones."""
         chunk, tokens, sizes = encoded.chunk, encoded.tokens, encoded.sizes
         self.skipped += encoded.malformed - (encoded.first_is_malformed and self.is_refused)
-        if encoded.first_is_malformed and self.begun:
-            writer.rollback_to(self.before)
-            self.begun = 0
+        if encoded.first_is_malformed:
+            writer.drop_unfinished_document()
         elif self.is_refused and chunk.starts_inside_document and not encoded.first_is_malformed:
             # a valid part of a malformed document
             first = int(sizes[0]) if len(sizes) else len(tokens)
             tokens, sizes = tokens[first:], sizes[1:]
         ended = int(sizes.sum())
-        sizes[:1] += self.begun
+        sizes[:1] += writer.tokens - writer.complete_tokens
         writer.add_documents(tokens[:ended], sizes)
         if not (chunk.starts_inside_document and chunk.ends_inside_document):
-            self.begun, self.before, self.is_refused = 0, writer.savepoint(), False
+            self.is_refused = False
         self.is_refused |= encoded.last_is_malformed
         writer.add_tokens(tokens[ended:])
-        self.begun += len(tokens) - ended
-        self.documents_of_file = self.documents_of_file * (chunk.offset > 0) + len(sizes)
         if chunk.damage:
-            self.damaged.append(
-                f"{chunk.damage}; before the damage: {format_count(self.documents_of_file, 'document')}")
-        self.chunks += 1
+            self.damaged.append(chunk.damage)
         self.documents += len(sizes)
-        self.bytes += chunk.size
+        self.bytes += encoded.size
 
-    def rate_since(self, start: float, documents_before: int, bytes_before: int) -> str:
-        seconds = max(time.monotonic() - start, 1e-9)
-        return (f"{self.documents} documents in {seconds:.1f} s: {(self.documents - documents_before) / seconds:.0f} "
-                f"documents/s, {(self.bytes - bytes_before) / seconds / 1e6:.2f} MB/s")
+    def rate(self) -> str:
+        seconds = max(time.monotonic() - self.start, 1e-9)
+        return (f"{self.documents} documents in {seconds:.1f} s: {self.documents / seconds:.0f} documents/s, "
+                f"{self.bytes / seconds / 1e6:.2f} MB/s")
 
 
 def parse_shard(text: str) -> tuple[int, int]:
@@ -232,8 +203,6 @@ def main(argv: Sequence[str] | None = None) -> None:
                         help="process the I-th of N parts of the files, from 0; join the corpora with data.merge")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict",
                         help="a malformed document ends the run, or is left out and counted")
-    parser.add_argument("--max-document-bytes", type=size, default=MAX_DOCUMENT_BYTES, metavar="SIZE",
-                        help="a longer line, or text without white space, is malformed (default: 64M)")
     parser.add_argument("--log-interval", type=int, default=10_000, metavar="N", help="documents per progress line")
     args = parser.parse_args(argv)
     tokenizer = build_tokenizer(args)
@@ -245,11 +214,10 @@ def main(argv: Sequence[str] | None = None) -> None:
     files = found.files[len(found.files) * index // count:len(found.files) * (index + 1) // count]
     if found.left_out:
         print(found.left_out, file=sys.stderr)
-    options = TextReadOptions(args.json_key, Separator.parse(args.document_separator), args.append_eod,
-                              args.max_document_bytes)
+    options = TextReadOptions(args.json_key, Separator.parse(args.document_separator), args.append_eod)
     progress, skipped = build_corpus(files, args.output_prefix, tokenizer, options, workers=args.workers,
                                      skip_malformed=args.on_error == "skip", log_interval=args.log_interval)
-    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress.rate}; "
+    print(f"{args.output_prefix}: {format_count(len(files), 'file')}, {progress.rate()}; "
           f"{format_count(skipped, 'malformed document')} skipped", file=sys.stderr)
 
 

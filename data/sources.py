@@ -2,13 +2,12 @@
 
 A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, `hf:` and a dataset, or
 `default` or `webtext`. Sources that are not a corpus are converted once and kept in `--data-cache-path` (or
-`SOURCE.cache/`), under a digest of their content, tokenizer and read options; one process builds, the others wait.
-Several sources are blended by weight or size. `--split` cuts every training source by documents.
+`SOURCE.cache/`), under a digest of paths, sizes, times, tokenizer and read options; one process builds, the others
+wait. Several sources are blended by weight or size. `--split` cuts every training source by documents.
 """
 
 from __future__ import annotations
 
-import difflib
 import os
 import sys
 import time
@@ -16,20 +15,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
-from typing import Any
 
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
 from data.gpt2_dataset import BlendedDataset, Dataset, GPT2Dataset, MockDataset, count_samples
-from data.importers import import_tokens, order_warnings
+from data.importers import import_tokens
 from data.indexed import IndexedCorpus
-from data.input_files import (CACHE_SUFFIX, KIND_OF_SUFFIX, InputFiles, checksum_in_threads, find_text_files,
-                              kind_of)
+from data.input_files import KIND_OF_SUFFIX, InputFiles, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
 from data.sampling import PARTS, parse_number, parse_split, split_documents
 from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
-                          crc32_file, escape_to_one_line, make_folder, prefix_data_errors, prefix_storage_errors,
-                          read_json_or_none, wait_for_lock, write_json_atomic)
+                          escape_to_one_line, file_stamp, make_folder, prefix_data_errors, prefix_storage_errors,
+                          wait_for_lock)
 from data.text_files import DATASET_PREFIX, HuggingFaceDataset, Separator, check_datasets_package
 from data.tokenizer import Tokenizer
 
@@ -57,30 +54,14 @@ def check_sources(words: Sequence[str], flag: str) -> None:
             elif name.startswith(DATASET_PREFIX):
                 check_datasets_package(name)
             elif not _source_exists(name):
-                raise DataError(f"{flag} {name}: no file or folder of this name{_suggestion(name)}")
+                raise DataError(f"{flag} {name}: no file or folder of this name; give a text file, a folder of "
+                                "them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)")
             elif not os.path.lexists(f"{name}.idx"):
                 check_is_rereadable(name)
 
 
 def _source_exists(name: str) -> bool:
     return any(os.path.lexists(path) for path in (name, f"{name}.idx", f"{name}.bin"))
-
-
-def _suggestion(name: str) -> str:
-    """A hint: entries of that folder with a similar name or the same stem."""
-    folder, word = os.path.split(name.rstrip("/"))
-    try:
-        entries = os.listdir(folder or ".")
-    except OSError:
-        return f", nor a folder {folder}"
-    corpora = {entry.removesuffix(".idx") for entry in entries if entry.endswith(".idx")}
-    parts = {corpus + suffix for corpus in corpora for suffix in (".bin", ".idx", ".json")}
-    known = sorted(corpora | {entry for entry in entries if not entry.startswith(".")} - parts)
-    near = [entry for entry in known if entry.split(".")[0] == word.split(".")[0]]
-    near = (near or difflib.get_close_matches(word, known, 3))[:3]
-    if near:
-        return f"; did you mean {' or '.join(os.path.join(folder, entry) for entry in near)}?"
-    return "; give a text file, a folder of them, or the PREFIX of a corpus (PREFIX.bin and PREFIX.idx)"
 
 
 NAMED_CORPORA = ("default", "webtext")
@@ -100,25 +81,26 @@ def named_corpus(name: str) -> str:
     return prefix
 
 
+CACHE_SUFFIX = ".cache"  # of the folder beside a source that keeps its corpus
 TOKENS_SUFFIX = ".bin"
-CHECKSUMS_FILE = ".sums.json"
 ANNOUNCED_BYTES = 1 << 26  # bytes of a source from which a line announces the build
-
-# A file modified this recently may change again within one tick of its timestamp, so its checksum is not stored.
-MTIME_SETTLED_NS = 2_000_000_000
 
 
 def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, cache_path: str | None
-                  ) -> tuple[str, list[str]]:
-    """(prefix of the corpus of a source, lines with a summary and warnings). Builds it if it is not cached."""
+                  ) -> tuple[str, str]:
+    """(prefix of the corpus of a source, summary). Builds it if it is not cached."""
     dataset = HuggingFaceDataset(source) if source.startswith(DATASET_PREFIX) else None
     found = InputFiles() if dataset else find_text_files([source])
     are_tokens = not dataset and found.files[0].endswith(TOKENS_SUFFIX)  # of nanoGPT or llm.c
     beside = dataset.local_name if dataset else os.path.abspath(source)
     folder = make_folder(cache_path or beside + CACHE_SUFFIX)
     check_unchanged = change_detector(found.files)
-    contents, size = ([source, dataset.fingerprint], 0) if dataset else content_keys(found.files, folder)
-    key = content_digest(map(str.encode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
+    for path in found.files:
+        check_is_file(path)
+    size = sum(map(os.path.getsize, found.files))
+    contents = [source, dataset.fingerprint] if dataset else [
+        f"{os.path.abspath(path)} {file_stamp(path)}" for path in found.files]
+    key = content_digest(map(os.fsencode, (*contents, tokenizer.fingerprint, *options.digest_parts)))
     prefix = folder / f"{Path(beside).name.split('.')[0] or 'text'}-{key}"
     start, outcome = time.monotonic(), "found in the cache"
     with wait_for_lock(folder / f".{prefix.name}.lock"):
@@ -126,46 +108,18 @@ def cached_corpus(source: str, tokenizer: Tokenizer, options: TextReadOptions, c
             if dataset or size >= ANNOUNCED_BYTES:
                 what = f"{'copying' if are_tokens else 'tokenizing'}{f' {size / 1e9:.2f} GB' if size else ''}"
                 print(escape_to_one_line(f"{source}: {what} into {prefix} (once)"), file=sys.stderr, flush=True)
-            check_unchanged()  # since the checksums; each build checks the time from here on
+            check_unchanged()  # since the key was made; each build checks the time from here on
             if are_tokens:
                 import_tokens(found.files, prefix, tokenizer)
             else:
                 build_corpus([dataset] if dataset else found.files, prefix, tokenizer, options)
             outcome = f"{'copied' if are_tokens else 'tokenized'} in {time.monotonic() - start:.1f} s"
-    # At every start, and not only when it is built:
-    warnings = order_warnings(found.files, tokenizer.eod) if are_tokens else []
     corpus, empty = IndexedCorpus(prefix), sum(os.path.getsize(path) == 0 for path in found.files)
     files = "dataset" if dataset else format_count(len(found.files), "file of tokens" if are_tokens else "file")
     summary = (f"{source}: {files}{f' ({empty} empty)' if empty else ''}, "
                f"{format_count(corpus.num_documents, 'document')}, {corpus.num_tokens:,} tokens, {outcome}: "
                f"{corpus.prefix}{f'; {found.left_out}' if found.left_out else ''}")
-    return str(prefix), [summary, *(f"warning: {line}" for line in warnings)]
-
-
-def content_keys(files: Sequence[str], folder: Path) -> tuple[list[str], int]:
-    """(what identifies the content of each file, total bytes). `folder`, which processes share, stores checksums; one
-    is valid while inode, size and times of its file are unchanged."""
-    for path in files:
-        check_is_file(path)
-    with wait_for_lock(folder / ".sums.lock"):
-        known: dict[str, dict[str, Any]] = read_json_or_none(folder / CHECKSUMS_FILE) or {}
-        new: dict[str, dict[str, Any]] = {}
-
-        def checksum_of(path: str) -> str:
-            status, name, now_ns = os.stat(path), os.path.abspath(path), time.time_ns()
-            stamp = [status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns]
-            if name in known and known[name]["mark"] == stamp:
-                return str(known[name]["crc32"])
-            crc = crc32_file(path)
-            if max(status.st_mtime_ns, status.st_ctime_ns) + MTIME_SETTLED_NS < now_ns:
-                new[name] = {"mark": stamp, "crc32": crc}
-            return crc
-
-        found = list(checksum_in_threads(checksum_of, files))
-        if new:
-            write_json_atomic(folder / CHECKSUMS_FILE, known | new)
-    sizes = [os.path.getsize(path) for path in files]
-    return [f"{kind_of(path)}-{size}-{crc}" for path, size, crc in zip(files, sizes, found)], sum(sizes)
+    return str(prefix), summary
 
 
 @dataclass(frozen=True)
@@ -241,8 +195,8 @@ def _open_source(name: str, flag: str, tokenizer: Tokenizer, read_options: TextR
             if os.path.isdir(name) or name.endswith(TOKENS_SUFFIX) or kind_of(name):
                 with prefix_storage_errors("--data-cache-path" if cache_path else f"the cache beside {name}, which a "
                                            "folder given with --data-cache-path replaces"):
-                    prefix, lines = cached_corpus(name, tokenizer, read_options, cache_path)
-                notes += lines
+                    prefix, summary = cached_corpus(name, tokenizer, read_options, cache_path)
+                notes.append(summary)
             elif os.path.isfile(name):
                 raise DataError(f"{name}: its name does not say what it holds; expected the prefix of a corpus, a "
                                 f"folder, or a file that ends in {' '.join(KIND_OF_SUFFIX)} or {TOKENS_SUFFIX}")

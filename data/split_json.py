@@ -18,12 +18,12 @@ from fractions import Fraction
 from itertools import accumulate
 from pathlib import Path
 
-from data.cli import StrictArgumentParser, format_count, run_command, size
+from data.cli import StrictArgumentParser, run_command
 from data.input_files import check_stage_shards, find_text_files
 from data.sampling import PARTS, parse_split
 from data.storage import (DataError, UsageError, change_detector, check_outputs_are_not_inputs, escape_to_one_line,
-                          hold_writer_lock, make_folder, remove_stale_files, staged_file, write_errors_for)
-from data.text_files import MAX_DOCUMENT_BYTES, parse_lines, read_line_chunks
+                          hold_writer_lock, make_folder, staged_file, write_errors_for)
+from data.text_files import parse_lines, read_line_chunks
 
 
 def part_of_text(text: str, ends: Sequence[int], seed: int) -> int:
@@ -33,7 +33,7 @@ def part_of_text(text: str, ends: Sequence[int], seed: int) -> int:
 
 
 def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *, key: str = "text", seed: int = 0,
-               skip_malformed: bool = False, max_bytes: int = MAX_DOCUMENT_BYTES) -> tuple[dict[str, int], int]:
+               skip_malformed: bool = False) -> tuple[dict[str, int], int]:
     """Write `PREFIX.<part>.jsonl` for each share above 0; returns (documents per part, skipped lines)."""
     inputs = list(inputs)
     check_outputs_are_not_inputs(inputs, [f"{prefix}.{name}.jsonl" for name in PARTS], "choose another --output-prefix")
@@ -45,20 +45,17 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
     if others := [path for name in PARTS if name not in counts and os.path.lexists(path := f"{prefix}.{name}.jsonl")]:
         raise UsageError(f"--split has nothing for {' and '.join(others)}, left by another split of perhaps the same "
                          "documents: remove it, or choose another --output-prefix")
-    skipped = kept_of_file = 0
+    skipped = 0
     paths = {name: f"{prefix}.{name}.jsonl" for name in counts}
     with ExitStack() as stack:  # all files appear together at the end
-        if stack.enter_context(hold_writer_lock(f"{prefix}.jsonl")):
-            remove_stale_files(prefix, paths.values())
+        stack.enter_context(hold_writer_lock(f"{prefix}.jsonl"))
         files = {name: stack.enter_context(staged_file(path)) for name, path in paths.items()}
-        for chunk in (chunk for path in inputs for chunk in read_line_chunks(path, limit=max_bytes)):
-            kept_of_file *= chunk.offset > 0
-            for line, text in parse_lines(chunk, key, max_bytes):
+        for chunk in (chunk for path in inputs for chunk in read_line_chunks(path)):
+            for line, text in parse_lines(chunk, key):
                 if isinstance(text, str):
                     name = PARTS[part_of_text(text, ends, seed)]
                     files[name].write(line + b"\n")
                     counts[name] += 1
-                    kept_of_file += 1
                 elif skip_malformed:
                     skipped += 1
                 else:
@@ -67,8 +64,7 @@ def split_json(inputs: Iterable[str], prefix: str, shares: Sequence[Fraction], *
                 if not skip_malformed:
                     raise DataError(chunk.damage)
                 skipped += 1
-                print(f"skipped the rest of a file: {escape_to_one_line(chunk.damage)}; before the damage: "
-                      f"{format_count(kept_of_file, 'document')}", file=sys.stderr)
+                print(f"skipped the rest of a file: {escape_to_one_line(chunk.damage)}", file=sys.stderr)
         check_unchanged()
         with write_errors_for(prefix):
             for file in files.values():  # a full disk fails here, before the old files are removed
@@ -90,15 +86,13 @@ def main(argv: Sequence[str] | None = None) -> None:
     parser.add_argument("--seed", type=int, default=0, metavar="N",
                         help="another seed draws other lots; a part that is split again needs one")
     parser.add_argument("--on-error", choices=("strict", "skip"), default="strict", help="what a malformed line does")
-    parser.add_argument("--max-document-bytes", type=size, default=MAX_DOCUMENT_BYTES, metavar="SIZE",
-                        help="a longer line is malformed (default: 64M)")
     args = parser.parse_args(argv)
     found = find_text_files(args.input, (".jsonl", ".ndjson"))
     if found.left_out:
         print(found.left_out, file=sys.stderr)
     counts, skipped = split_json(
         found.files, args.output_prefix, parse_split(args.split), key=args.json_key, seed=args.seed,
-        skip_malformed=args.on_error == "skip", max_bytes=args.max_document_bytes)
+        skip_malformed=args.on_error == "skip")
     parts = ", ".join(f"{count} in {args.output_prefix}.{name}.jsonl" for name, count in counts.items())
     print(f"{sum(counts.values())} documents: {parts}; {skipped} malformed lines skipped")
 

@@ -15,8 +15,7 @@ import os
 import re
 import secrets
 import socket
-import sys
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager, suppress
 from enum import Enum, auto
 from functools import partial
@@ -59,10 +58,6 @@ def parse_error_text(error: Exception) -> str:
 
 class UsageError(DataError):
     """An unusable value of a flag, whatever the data. Exit code 2."""
-
-
-class ResumableError(DataError):
-    """Work that was interrupted, not because of the data, and can be resumed."""
 
 
 class StorageFault(OSError):
@@ -363,19 +358,3 @@ def hold_writer_lock(path: str | os.PathLike[str], name: str | os.PathLike[str] 
                                "another name")
         with unlock_on_exit(lock.file, remove=lock.path):
             yield lock.result is LockResult.ACQUIRED
-
-
-def remove_stale_files(name: str, targets: Iterable[str | os.PathLike[str]], used: Collection[Path] = (),
-                       reason: str = "") -> None:
-    """Delete what dead writers of `targets` left, but for `used` files; prints a note. The caller has the lock."""
-    found = list[Path]()
-    for target in map(Path, map(os.path.realpath, targets)):
-        temporary = re.compile(re.escape(f".{target.name}") + r"(\.\d+\.[0-9a-f]{8})?\.tmp")  # of `staged_file`
-        with suppress(OSError):  # the folder is missing: opening the target reports it
-            found += (path for path in target.parent.iterdir() if temporary.fullmatch(path.name) and path not in used)
-    size = sum(path.lstat().st_size for path in found)
-    for path in found:
-        path.unlink()
-    if found:
-        print(f"{name}: removed what a process that ended early had left{reason} ({size / 1e6:.1f} MB)",
-              file=sys.stderr, flush=True)

@@ -42,13 +42,6 @@ STRICT_DECODER = json.JSONDecoder(object_pairs_hook=object_of_pairs,
 def parse_json(text: str, decoder: json.JSONDecoder = STRICT_DECODER, *, hint_if_cut: str = "") -> Any:
     """The value of a JSON text; `hint_if_cut` ends the error about an object or an array that does not end."""
     try:
-        try:
-            # as `decode`, without its search for surrounding white space, which is rare
-            value, end = decoder.scan_once(text, 0)  # type: ignore[attr-defined]
-            if end == len(text):
-                return value
-        except StopIteration:
-            pass
         return decoder.decode(text)
     except json.JSONDecodeError as error:
         is_cut = error.pos >= len(text.rstrip()) and text.lstrip()[:1] in ("{", "[")

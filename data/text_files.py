@@ -1,4 +1,4 @@
-"""Text files to documents: JSON lines and plain text, read in chunks, the unit of parallel work, in bounded memory.
+"""Text files to documents: JSON lines and plain text, read in chunks, the unit of parallel work.
 
 JSON lines: one object per line, one text per object; strict, with the position of every fault. Blank lines are not
 documents. Plain text: a document is a whole file or, with a `Separator`, the text between two separators; CRLF becomes
@@ -13,29 +13,20 @@ column alone.
 from __future__ import annotations
 
 import json
-import math
 import os
 import re
 from collections.abc import Iterator
-from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
-from stat import S_ISREG
-from typing import Any, BinaryIO
+from typing import Any
 
-from data.compressed import find_damage, is_compressed, open_decompressed, read_errors_for
-from data.storage import DataError, ResumableError
+from data.compressed import open_decompressed, read_errors_for
+from data.storage import DataError
 from data.strict_json import decode_utf8, parse_text
 
 CHUNK_BYTES = 1 << 20
-SKIP_BYTES = 1 << 20  # bytes of a line in memory that is skipped
 
-# Default limit in bytes of a line, or of text without a place to cut. Bounds memory.
-MAX_DOCUMENT_BYTES = 1 << 26
-
-UTF16_BOMS = (b"\xff\xfe", b"\xfe\xff")
-CONVERT_UTF16_HINT = "convert the file (iconv -f UTF-16 -t UTF-8)"
 BOM = b"\xef\xbb\xbf"  # the UTF-8 byte order mark; not part of the text at the start of a file
 
 # Non-ASCII white space in UTF-8, and zero-width characters, which some tokenizers treat as white space.
@@ -47,16 +38,14 @@ TAIL_BYTES = 1 << 12  # bytes at the end of a buffer that are searched first for
 
 @dataclass(frozen=True)
 class Chunk:
-    """A part of a file: the lines that begin in a range of it, or its bytes, where only one process can read them."""
+    """A part of a file: whole lines, or bytes of plain text."""
 
     path: str
     offset: int  # offset in the (decompressed) file
-    size: int  # bytes of the file, up to the next chunk
-    data: bytes | None = None  # None: lines are read from the file
+    data: bytes
     lines_before: int = 0  # lines of the file before `data`
     starts_inside_document: bool = False
     ends_inside_document: bool = False
-    is_too_long: bool = False  # text without a place to cut; `data` is empty
     damage: str | None = None  # message about the rest of the file, which cannot be decompressed
 
 
@@ -69,103 +58,42 @@ class MalformedDocument:
     reason: str
 
     def to_error(self) -> DataError:
-        """The error with the number of the line; names damaged compression as the cause."""
-        chunk, path = self.chunk, self.chunk.path
-        line = (line_number(path, self.offset) if chunk.data is None else
-                chunk.lines_before + chunk.data.count(b"\n", 0, self.offset - chunk.offset) + 1)
-        if damage := find_damage(path):
-            return DataError(f"{path}: cannot read: {damage}; before that, line {line} is malformed: {self.reason}")
-        return DataError(f"{path}:{line} {self.reason} (the line begins at byte {self.offset})")
+        """The error with the number of the line."""
+        line = self.chunk.lines_before + self.chunk.data.count(b"\n", 0, self.offset - self.chunk.offset) + 1
+        return DataError(f"{self.chunk.path}:{line} {self.reason} (the line begins at byte {self.offset})")
 
 
-def too_long_document(chunk: Chunk, offset: int, limit: int, what: str = "in this line") -> MalformedDocument:
-    return MalformedDocument(chunk, offset, f"more than {limit} bytes {what}, which would have to be held in memory; "
-                             "--max-document-bytes of data.preprocess allows more")
-
-
-def line_number(path: str, offset: int) -> int:
-    """The number, from 1, of the line at an offset of a (decompressed) file. Reads all before it: for errors only."""
-    line = 1
-    with suppress(OSError), open_decompressed(path, until_damage=True) as file:
-        while offset > 0 and (part := file.read(min(offset, CHUNK_BYTES))):
-            line += part.count(b"\n")
-            offset -= len(part)
-    return line
-
-
-def skip_line(file: BinaryIO, most: float = math.inf) -> int:
-    """Read to the end of the line, at most `most` bytes; returns the number of bytes."""
-    skipped = 0
-    while skipped < most and (part := file.readline(int(min(SKIP_BYTES, most - skipped)))):
-        skipped += len(part)
-        if part.endswith(b"\n"):
-            break
-    return skipped
-
-
-def read_lines(file: BinaryIO, start: int, stop: float, limit: int) -> Iterator[tuple[int, int, bytes | None]]:
-    """(offset, size, bytes) of each line that begins in [start, stop), with its end. A line of more than `limit` bytes
-    is not held: its bytes are None."""
-    offset = start
-    if start:  # a line across `start` belongs to the range before
-        file.seek(start - 1)
-        offset += skip_line(file, stop - start + 1) - 1
-    while offset < stop and (line := file.readline(limit + 1)):
-        is_too_long = len(line) > limit and not line.endswith(b"\n")
-        size = len(line) + (skip_line(file) if is_too_long else 0)
-        yield offset, size, None if is_too_long else line
-        offset += size
-
-
-def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES, *,
-                     limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
+def read_line_chunks(path: str | os.PathLike[str], size: int = CHUNK_BYTES) -> Iterator[Chunk]:
     """The lines of a file, in chunks of about `size` bytes."""
     name, offset, lines = os.fspath(path), 0, 0
-    with read_errors_for(name):
-        status = os.stat(name)
-        if not is_compressed(name) and S_ISREG(status.st_mode):
-            for start in range(0, status.st_size, size):
-                yield Chunk(name, start, min(size, status.st_size - start))
-            return
-        with open_decompressed(name, until_damage=True) as file:
-            while file.damage is None:
-                data = file.read(size)
-                data += (rest := file.readline(limit + 1) if data else b"")
-                # Of a line that is too long, the chunk holds as much as shows that it is.
-                skipped = skip_line(file) if len(rest) > limit and not rest.endswith(b"\n") else 0
-                next_lines = lines + data.count(b"\n") + (skipped > 0)
-                if not data and file.damage is None:
-                    return
-                yield Chunk(name, offset, len(data) + skipped, data, lines,
-                            damage=damage_message(name, file.damage, next_lines))
-                offset, lines = offset + len(data) + skipped, next_lines
+    with read_errors_for(name), open_decompressed(name, until_damage=True) as file:
+        while file.damage is None:
+            data = file.read(size)
+            data += file.readline() if data else b""
+            if not data and file.damage is None:
+                return
+            lines_before, lines = lines, lines + data.count(b"\n")
+            yield Chunk(name, offset, data, lines_before, damage=damage_message(name, file.damage, lines))
+            offset += len(data)
 
 
 def damage_message(path: str, damage: OSError | None, lines_before: int) -> str | None:
     return None if damage is None else f"{path}: cannot read: {damage}; it is in line {lines_before + 1}"
 
 
-def parse_lines(chunk: Chunk, key: str,
-                limit: int = MAX_DOCUMENT_BYTES) -> Iterator[tuple[bytes, str | MalformedDocument]]:
+def parse_lines(chunk: Chunk, key: str) -> Iterator[tuple[bytes, str | MalformedDocument]]:
     """(line without its end, text or fault) for each line of a chunk that is not blank."""
-    data, first = chunk.data, chunk.offset if chunk.data is None else 0
-    with read_errors_for(chunk.path), open(chunk.path, "rb") if data is None else BytesIO(data) as file:
-        for place, _, raw in read_lines(file, first, first + chunk.size, limit):
-            offset = chunk.offset - first + place
-            if raw is None or len(raw) > limit:
-                yield b"", too_long_document(chunk, offset, limit)
-                continue
-            line = (raw if offset else raw.removeprefix(BOM)).removesuffix(b"\n")
-            if not line or line.isspace():
-                continue
-            try:
-                yield line, parse_text(decode_utf8(line), key, hint=" (see --json-key)")
-            except ValueError as error:
-                reason = str(error)
-                if offset == 0 and line.startswith(UTF16_BOMS):
-                    reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-                if raw.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
-                    yield line, MalformedDocument(chunk, offset, reason)
+    end = chunk.offset
+    for raw in BytesIO(chunk.data):
+        offset, end = end, end + len(raw)
+        line = (raw if offset else raw.removeprefix(BOM)).removesuffix(b"\n")
+        if not line or line.isspace():
+            continue
+        try:
+            yield line, parse_text(decode_utf8(line), key, hint=" (see --json-key)")
+        except ValueError as error:
+            if raw.endswith(b"\n") or not chunk.damage:  # otherwise cut by the damage
+                yield line, MalformedDocument(chunk, offset, str(error))
 
 
 @dataclass(frozen=True)
@@ -191,9 +119,8 @@ class Separator:
 
 
 def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None = None, safe_split_characters: str = "",
-                     size: int = CHUNK_BYTES, *, limit: int = MAX_DOCUMENT_BYTES) -> Iterator[Chunk]:
-    """The documents of a file in order, in chunks of about `size` bytes: whole documents, or parts of a long one. Ends
-    at a part of more than `limit` bytes that cannot be cut."""
+                     size: int = CHUNK_BYTES) -> Iterator[Chunk]:
+    """The documents of a file in order, in chunks of about `size` bytes: whole documents, or parts of a long one."""
     name = os.fspath(path)
     offset = lines = 0
     buffered, continues = bytearray(), False
@@ -211,19 +138,16 @@ def read_text_chunks(path: str | os.PathLike[str], separator: Separator | None =
                 found = _last_match(re.compile(cut), buffered, stop)
             if found:
                 end = found.end()
-                yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues, is_unfinished)
+                yield Chunk(name, offset, bytes(buffered[:end]), lines, continues, is_unfinished)
                 offset, lines, continues = offset + end, lines + buffered.count(b"\n", 0, end), is_unfinished
                 del buffered[:end]
-            elif safe_split_characters and len(buffered) > limit:
-                yield Chunk(name, offset, len(buffered), b"", lines, continues, is_too_long=True)
-                return
         buffered += more
         end = len(buffered)
         if file.damage:  # drops the document that contains the damage
             found = _last_match(separator.pattern, buffered, len(buffered)) if separator else None
             end = found.end() if found else 0
         if buffered or continues or file.damage:
-            yield Chunk(name, offset, end, bytes(buffered[:end]), lines, continues,
+            yield Chunk(name, offset, bytes(buffered[:end]), lines, continues,
                         damage=damage_message(name, file.damage, lines + buffered.count(b"\n")))
 
 
@@ -240,13 +164,9 @@ def _last_match(pattern: re.Pattern[bytes], data: bytearray, stop: int) -> re.Ma
         near *= 8
 
 
-def parse_texts(chunk: Chunk, separator: Separator | None = None,
-                limit: int = MAX_DOCUMENT_BYTES) -> Iterator[str | MalformedDocument]:
+def parse_texts(chunk: Chunk, separator: Separator | None = None) -> Iterator[str | MalformedDocument]:
     """The documents of a chunk, or its part of one; invalid UTF-8 gives a MalformedDocument."""
-    data = chunk.data or b""
-    if chunk.is_too_long:
-        yield too_long_document(chunk, chunk.offset, limit, "without white space to cut at")
-        return
+    data = chunk.data
     start, bounds = 0, []  # of the documents between separators; at least one
     for found in separator.pattern.finditer(data) if separator else ():
         bounds.append((start, found.start()))
@@ -267,8 +187,6 @@ def parse_texts(chunk: Chunk, separator: Separator | None = None,
             at = stop - len(raw) + error.start
             line = data.rfind(b"\n", 0, at) + 1
             reason = f"not UTF-8: byte 0x{data[at]:02x} at column {at - line + 1}; convert the file (iconv -t UTF-8)"
-            if chunk.offset == 0 and data.startswith(UTF16_BOMS):
-                reason = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
             yield MalformedDocument(chunk, chunk.offset + line, reason)
             continue
         if separator:
@@ -329,7 +247,7 @@ class HuggingFaceDataset(os.PathLike[str]):
         try:
             for batch in self._rows.select_columns([key]).iter(batch_size=BATCH_ROWS):
                 data = "".join(json.dumps({key: text}, ensure_ascii=False) + "\n" for text in batch[key]).encode()
-                yield Chunk(self._source, offset, len(data), data, lines)
+                yield Chunk(self._source, offset, data, lines)
                 offset, lines = offset + len(data), lines + len(batch[key])
         except Exception as error:
-            raise ResumableError(f"{self._source}: cannot read the dataset: {error or type(error).__name__}") from error
+            raise DataError(f"{self._source}: cannot read the dataset: {error or type(error).__name__}") from error

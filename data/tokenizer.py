@@ -276,10 +276,10 @@ def check_tokenizer_files(name: str, vocab_file: str | None, merge_file: str | N
     if name == SentencePieceTokenizer.name and tokenizer_path is None and vocab_file is None:
         raise UsageError(f"{name} needs --tokenizer-path FILE, a SentencePiece model: add it, or --tokenizer-type "
                          f"{ByteLevelTokenizer.name}, which needs no file (or {GPT2BPETokenizer.name})")
-    used = {GPT2BPETokenizer.name: {"--vocab-file": vocab_file, "--merge-file": merge_file},
-            CharacterLevelTokenizer.name: {"--vocab-file": vocab_file},
-            SentencePieceTokenizer.name: ({"--vocab-file": vocab_file} if tokenizer_path is None else
-                                          {"--tokenizer-path": tokenizer_path})}
-    for flag, path in used.get(name, {}).items():
+    if name == ByteLevelTokenizer.name:
+        return
+    used = {"--tokenizer-path": tokenizer_path} if name == SentencePieceTokenizer.name and tokenizer_path else {
+        "--vocab-file": vocab_file, "--merge-file": merge_file if name == GPT2BPETokenizer.name else None}
+    for flag, path in used.items():
         if path is not None:
             check_flag_file(path, flag)

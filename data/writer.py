@@ -1,7 +1,6 @@
-"""`CorpusWriter`: writes a corpus in one pass and bounded memory, and can resume an interrupted write.
+"""`CorpusWriter`: writes a corpus in one pass and bounded memory.
 
-The files have hidden names (drafts) until all are complete; the index is renamed last. A *resume point* records how far
-tokens and index are on disk and the caller's state; a later process with the same key continues from it.
+The files have hidden names (drafts) until all are complete; the index is renamed last.
 """
 
 from __future__ import annotations
@@ -10,10 +9,8 @@ import errno
 import json
 import os
 import secrets
-from collections.abc import Sequence
 from contextlib import ExitStack, suppress
 from dataclasses import asdict
-from operator import index
 from pathlib import Path
 from types import TracebackType
 from typing import IO, Any
@@ -21,14 +18,13 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.indexed import (BLOCK_ENTRIES, CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
+from data.indexed import (CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
                           StableFile, TokenizerFacts, corpus_identity, token_dtype)
-from data.storage import (DISK_ERRORS, DataError, ResumableError, StorageFault, crc32, crc32_file, fsync_directory,
-                          hold_writer_lock, remove_stale_files, write_errors_for, write_json_atomic)
+from data.storage import (DISK_ERRORS, DataError, StorageFault, crc32, fsync_directory, hold_writer_lock,
+                          write_errors_for)
 
 # In the order in which they are renamed: the index completes the corpus.
 CORPUS_SUFFIXES = (".bin", ".json", ".idx")
-DRAFT_SUFFIXES = (".bin", ".idx")  # the files that grow, and can be resumed
 
 MAX_DOCUMENT_TOKENS = 2**31 - 1  # longest document: its length is an int32 in the index
 
@@ -37,98 +33,37 @@ def corpus_files(prefix: str | os.PathLike[str]) -> list[str]:
     return [os.fspath(prefix) + suffix for suffix in CORPUS_SUFFIXES]
 
 
-class AppendFile:
-    """A file that is written sequentially, with its CRC-32."""
-
-    def __init__(self, file: IO[bytes], crc: int = 0) -> None:
-        self.file, self.crc = file, crc
-
-    def write(self, raw: bytes | memoryview) -> None:
-        self.crc = crc32(raw, self.crc)
-        self.file.write(raw)
-
-    def sync(self) -> None:
-        self.file.flush()
-        os.fsync(self.file.fileno())
-
-
 class CorpusWriter:
-    """Writes a corpus in one pass and bounded memory; its files appear only if the block succeeds. With a `key`, a
-    later process with the same one can resume an interrupted write."""
+    """Writes a corpus in one pass and bounded memory; its files appear only if the block succeeds."""
 
     def __init__(self, prefix: str | os.PathLike[str], *, tokenizer: TokenizerFacts | None = None,
-                 vocab_size: int | None = None, dtype: np.dtype[Any] | None = None, key: str | None = None) -> None:
+                 vocab_size: int | None = None, dtype: np.dtype[Any] | None = None) -> None:
         if tokenizer is not None:
             vocab_size = tokenizer.vocab_size
         self.prefix = os.fspath(prefix)
         self.dtype = token_dtype(vocab_size or 0) if dtype is None else np.dtype(dtype)
-        self._tokenizer, self._key = tokenizer, key
+        self._tokenizer = tokenizer
         self._id_limit = int(np.iinfo(self.dtype).max) + 1 if vocab_size is None else vocab_size
-        self.documents, self.tokens, self._max_token = 0, 0, -1
-        self.resumed_state: Any = None  # the caller's state at the resume point that this continues
+        self.documents, self.tokens, self._max_token, self._crc = 0, 0, -1, 0
+        self.complete_tokens = 0  # tokens of the documents whose sizes are known
+        self._after_document = (0, -1, 0)  # tokens, largest id and checksum after the last complete document
         self._targets = {suffix: Path(os.path.realpath(self.prefix + suffix)) for suffix in CORPUS_SUFFIXES}
-        self._resume_file = Path(os.path.realpath(Path(prefix).parent), f".{Path(prefix).name}.mark.tmp")
 
     def __enter__(self) -> CorpusWriter:
         with ExitStack() as stack, write_errors_for(self.prefix):
             # The index with links resolved, as a writer without a link names it.
             target = str(self._targets[".idx"]).removesuffix(".idx")
             is_locked = stack.enter_context(hold_writer_lock(target, self.prefix))
+            # The lock holder's names are fixed, so that it overwrites what a killed writer left.
             unique = "" if is_locked else f".{os.getpid()}.{secrets.token_hex(4)}"
             self._drafts = {suffix: target.with_name(f".{target.name}{unique}.tmp")
                             for suffix, target in self._targets.items()}
-            self._is_resumable = is_locked and self._key is not None
-            crcs = self._resume() if self._is_resumable else None
-            if is_locked:
-                used = () if crcs is None else (*self._drafts.values(), self._resume_file)
-                is_other = self._key is not None and crcs is None and self._resume_file.exists()
-                # The resume point has the name of a temporary file of PREFIX.mark, and is staged itself.
-                targets = (*self._targets.values(), Path(f"{self.prefix}.mark"), self._resume_file)
-                remove_stale_files(self.prefix, targets, used,
-                                   ", which has other inputs or settings" if is_other else "")
-            mode = "xb" if crcs is None else "r+b"
-            self._bin, self._idx = (
-                AppendFile(stack.enter_context(open(self._drafts[suffix], mode)), crc)
-                for suffix, crc in zip(DRAFT_SUFFIXES, crcs or (0, 0)))
-            for growing in (self._bin, self._idx):
-                growing.file.seek(0, os.SEEK_END)
-            if crcs is None:  # the header needs the number of lengths, which follow it
-                self._idx.write(bytes(INDEX_HEADER.size))
+            self._bin: IO[bytes]
+            self._bin, self._idx = (stack.enter_context(open(self._drafts[suffix], "wb"))
+                                    for suffix in (".bin", ".idx"))
+            self._idx.write(bytes(INDEX_HEADER.size))  # completed at the end: it holds the number of lengths
             self._stack = stack.pop_all()
         return self
-
-    def _resume(self) -> list[int] | None:
-        """Continue from a resume point with this key if both files contain what it says; truncate them to it. Returns
-        their checksums; None: start from scratch."""
-        try:
-            found = json.loads(self._resume_file.read_bytes())
-            if found["key"] != self._key:
-                return None
-            for suffix in DRAFT_SUFFIXES:
-                draft, (size, crc) = self._drafts[suffix], found["files"][suffix]
-                if draft.stat().st_size < size:
-                    return None
-                os.truncate(draft, size)
-                if crc32_file(draft) != f"{crc:08x}":
-                    return None
-            documents, tokens, max_token = map(index, found["state"]["written"])
-            self.resumed_state = found["state"]["caller"]
-        except (OSError, ValueError, KeyError, TypeError):  # none, or incomplete
-            return None
-        self.documents, self.tokens, self._max_token = documents, tokens, max_token
-        return [found["files"][suffix][1] for suffix in DRAFT_SUFFIXES]
-
-    def save_resume_point(self, state: Any) -> None:
-        """Save a point from which another process can continue, with the caller's `state`."""
-        if self._is_resumable:
-            growing = dict(zip(DRAFT_SUFFIXES, (self._bin, self._idx)))
-            with write_errors_for(self.prefix):
-                for one in growing.values():
-                    one.sync()
-            counts = (self.documents, self.tokens, self._max_token)
-            write_json_atomic(self._resume_file, {
-                "key": self._key, "files": {suffix: (one.file.tell(), one.crc) for suffix, one in growing.items()},
-                "state": {"written": counts, "caller": state}})
 
     def add_documents(self, tokens: ArrayLike, sizes: ArrayLike) -> None:
         """Add several documents: their concatenated tokens, and the size of each."""
@@ -144,18 +79,16 @@ class CorpusWriter:
                 raise DataError(f"{self.prefix}: token id {lowest if lowest < 0 else highest} at document "
                                 f"{self.documents} or after: expected 0 to {self._id_limit - 1}")
             self._max_token = max(self._max_token, highest)
-            self._bin.write(np.ascontiguousarray(ids, self.dtype).data)
+            raw = np.ascontiguousarray(ids, self.dtype).data
+            self._crc = crc32(raw, self._crc)
+            self._bin.write(raw)
             self.tokens += len(ids)
 
-    def savepoint(self) -> tuple[int, ...]:
-        """State for `rollback_to`, taken before tokens that may have to be dropped."""
-        return (self.tokens, self._max_token, self._bin.crc)
-
-    def rollback_to(self, savepoint: Sequence[int]) -> None:
-        """Drop the tokens added since the savepoint."""
-        self.tokens, self._max_token, self._bin.crc = savepoint
-        self._bin.file.seek(self.tokens * self.dtype.itemsize)
-        self._bin.file.truncate()
+    def drop_unfinished_document(self) -> None:
+        """Drop the tokens after the last document."""
+        self.tokens, self._max_token, self._crc = self._after_document
+        self._bin.seek(self.tokens * self.dtype.itemsize)
+        self._bin.truncate()
 
     def add_sizes(self, sizes: ArrayLike) -> None:
         """Add the sizes, in tokens, of the next documents."""
@@ -165,6 +98,9 @@ class CorpusWriter:
                             f"to {MAX_DOCUMENT_TOKENS}: cut it (a .txt file: --document-separator)")
         self._idx.write(lengths.astype("<i4").data)
         self.documents += len(lengths)
+        self.complete_tokens += int(lengths.sum())
+        if self.complete_tokens == self.tokens:
+            self._after_document = self.tokens, self._max_token, self._crc
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None,
                  traceback: TracebackType | None) -> None:
@@ -174,16 +110,14 @@ class CorpusWriter:
         except BaseException as failure:
             error = failure
             raise
-        finally:  # close and remove the drafts, unless an interruption leaves a resume point, and release the name
+        finally:  # close and remove the drafts, and release the name
             with self._stack:
                 for growing in (self._bin, self._idx):
                     with suppress(OSError):  # a full disk fails again when the buffer is flushed
-                        growing.file.close()
-                if not (isinstance(error, KeyboardInterrupt | ResumableError) and self._is_resumable
-                        and self._resume_file.exists()):
-                    for path in (*self._drafts.values(), *([self._resume_file] if self._is_resumable else [])):
-                        with suppress(OSError):
-                            path.unlink(missing_ok=True)
+                        growing.close()
+                for path in self._drafts.values():
+                    with suppress(OSError):
+                        path.unlink(missing_ok=True)
             if isinstance(error, OSError) and error.errno in DISK_ERRORS and not isinstance(error, StorageFault):
                 raise StorageFault(f"{self.prefix}: cannot write: {os.strerror(error.errno or errno.EIO)}") from error
 
@@ -192,26 +126,22 @@ class CorpusWriter:
         so no corpus."""
         if not self.tokens:
             raise DataError(f"{self.prefix}: no tokens: the input holds {self.documents} documents and no text")
-        boundaries, index_file, first = self.documents + 1, self._idx.file, 0
+        boundaries, index_file = self.documents + 1, self._idx
+        assert self.complete_tokens == self.tokens, "the sizes of documents do not add up to the tokens"
         with write_errors_for(self.prefix):
             index_file.flush()
-            with open(self._drafts[".idx"], "rb") as written:
-                written.seek(INDEX_HEADER.size)
-                for at in range(0, self.documents, BLOCK_ENTRIES):  # pointers, from the lengths read back
-                    lengths = np.fromfile(written, "<i4", min(BLOCK_ENTRIES, self.documents - at))
-                    ends = first + np.cumsum(lengths, dtype="<i8")
-                    index_file.write(((ends - lengths) * self.dtype.itemsize).data)
-                    first = int(ends[-1])
-            assert first == self.tokens, "the sizes of documents do not add up to the tokens"
-            for at in range(0, boundaries, BLOCK_ENTRIES):
-                index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, boundaries), dtype="<i8").data)
+            lengths = np.fromfile(self._drafts[".idx"], "<i4", self.documents, offset=INDEX_HEADER.size)
+            ends = np.cumsum(lengths, dtype="<i8")
+            index_file.write(((ends - lengths) * self.dtype.itemsize).data)
+            index_file.write(np.arange(boundaries, dtype="<i8").data)
             index_file.seek(0)
             index_file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.documents,
                                                boundaries))
-            self._bin.sync()  # a full disk fails here, while the old corpus is complete
-            self._idx.sync()
+            for growing in (self._bin, self._idx):  # a full disk fails here, while the old corpus is complete
+                growing.flush()
+                os.fsync(growing.fileno())
             identity = corpus_identity(*(StableFile(str(self._drafts[suffix])) for suffix in (".idx", ".bin")))
-            facts = CorpusFacts(self.documents, self.tokens, f"{self._bin.crc:08x}", self._max_token, self._tokenizer,
+            facts = CorpusFacts(self.documents, self.tokens, f"{self._crc:08x}", self._max_token, self._tokenizer,
                                 identity)
             with open(self._drafts[".json"], "w", encoding="utf-8") as file:
                 json.dump(asdict(facts), file, indent=1)

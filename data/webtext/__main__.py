@@ -134,8 +134,8 @@ def build_quality(args: argparse.Namespace) -> Stage:
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
-    parameters = {"files": args.evaluation, "mode": args.decontaminate}
-    return MapStage("decontaminate", filters.make_decontaminate, parameters, files=tuple(args.evaluation))
+    return MapStage("decontaminate", filters.make_decontaminate, {"files": args.evaluation},
+                    files=tuple(args.evaluation))
 
 
 STAGES = {
@@ -172,21 +172,18 @@ STAGES = {
                         "help": "documents at least this similar are copies (default: 0.8)"},
         "--exact-only": {"action": "store_true", "help": "look for exact copies only"}},
         lambda args: GlobalStage("dedup", dedup.run_dedup, {
-            "threshold": args.threshold, "near": not args.exact_only, "memory": args.memory},
-            dedup.write_signatures)),
+            "threshold": args.threshold, "near": not args.exact_only, "memory": args.memory})),
     "decontaminate": StageCommand("leave out evaluation text", {
-        "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
-        "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
-                            "help": "documents, or the passages in them (default: drop)"}}, build_decontaminate),
+        "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"}},
+        build_decontaminate),
     "shuffle": StageCommand("a random order", SEED_FLAG, lambda args: GlobalStage(
         "shuffle", split.run_shuffle, {"seed": args.seed, "shards": None, "memory": args.memory})),
     "split": StageCommand("training, validation and test", {
         "--split": {"default": "949,50,1", "metavar": "A,B,C",
                     "help": "training, validation and test (default: 949,50,1)"},
-        "--split-by": {"choices": split.SPLIT_METHODS, "default": split.SPLIT_METHODS[0],
-                       "help": "each document by its text, or all by their number (default: hash)"}, **SEED_FLAG},
-        lambda args: GlobalStage("split", split.run_split, {
-            "shares": args.split, "method": args.split_by, "seed": args.seed}))}
+        **SEED_FLAG}, lambda args: GlobalStage("split", split.run_split, {"shares": args.split, "seed": args.seed}))}
+# Stages that read all documents before they write: they run on one machine.
+GLOBAL_STAGES = ("unique", "dedup", "shuffle", "split")
 # Stages of `run`, in order.
 STAGE_ORDER = ("urls", "extract", "clean", "language", "quality", "dedup", "decontaminate", "shuffle", "split")
 # Folder of a split part -> suffix of its corpus prefix.
@@ -201,8 +198,10 @@ def build_parser() -> StrictArgumentParser:
         stage = commands.add_parser(name, help=command.help, description=command.help)
         add_flags(stage, command.flags)
         add_common_flags(stage, "IN")
-        stage.add_argument("--shard", type=parse_shard, metavar="I/N", default=SINGLE_MACHINE,
-                           help="do the I-th share of N, I from 0; `merge` makes one folder of all")
+        stage.set_defaults(shard=SINGLE_MACHINE)
+        if name not in GLOBAL_STAGES:
+            stage.add_argument("--shard", type=parse_shard, metavar="I/N",
+                               help="do the I-th share of N, I from 0; `merge` makes one folder of all")
     everything = commands.add_parser("run", help="all stages in order, then tokens and a report",
                                      description="All stages in order, then tokens and a report.")
     everything.set_defaults(shard=SINGLE_MACHINE)
@@ -252,7 +251,6 @@ def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_opt
     make_folder(args.output)
     for stage, folder in zip(stages, folders):
         record = run_stage(stage, inputs, folder, read_options, run_options)
-        assert record, "a whole run is not a share"
         print(summary_line(record), file=sys.stderr, flush=True)
         records.append(record)
         if not record.counts.documents_kept:
@@ -307,9 +305,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         run_pipeline(args, reading, running)
         return
     stage = STAGES[args.command].build_stage(args)
-    record = run_stage(stage, args.inputs, args.output, reading, running)
-    print(summary_line(record) if record else f"{args.command}: share {args.shard[0]}/{args.shard[1]} is prepared",
-          file=sys.stderr)
+    print(summary_line(run_stage(stage, args.inputs, args.output, reading, running)), file=sys.stderr)
 
 
 if __name__ == "__main__":

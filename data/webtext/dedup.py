@@ -24,7 +24,7 @@ from numpy.typing import NDArray
 
 from data.parallel import ordered_map
 from data.storage import make_folder, staged_file, write_errors_for
-from data.webtext.documents import DocumentCounts, copy_undropped_lines, machine_share, parse_shard_line, shard_name
+from data.webtext.documents import DocumentCounts, copy_undropped_lines, parse_shard_line, shard_name
 from data.webtext.filters import normalized_url
 from data.webtext.minhash import (BAND_COLUMNS, DIGEST_COLUMNS, Banding, HashArray, Rows, SignatureFiles,
                                   jaccard_similarity, shingle_hashes, signature_file, write_signature_file)
@@ -135,12 +135,15 @@ def _rows_up_to(rows: Rows, last: tuple[np.uint64, ...]) -> int:
     return high
 
 
-def run_dedup(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
-              threshold: float = 0.8, near: bool = True, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
+def run_dedup(inputs: Sequence[Path], output: Path, workers: int, *, threshold: float = 0.8, near: bool = True,
+              memory: int = 1 << 30) -> Iterator[DocumentCounts]:
     """Write the kept documents of each input shard. Existing signature files are reused."""
-    write_signatures(inputs, output, workers, threshold=threshold)
-    work, memory = output / ".work", memory // 4
-    signatures = SignatureFiles(work, len(inputs), Banding.for_threshold(threshold))
+    work, banding, memory = make_folder(output / ".work"), Banding.for_threshold(threshold), memory // 4
+    missing = [(path, target) for number, path in enumerate(inputs)
+               if not (target := signature_file(work, number)).exists()]
+    for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
+        pass
+    signatures = SignatureFiles(work, len(inputs), banding)
     dropped = np.zeros(signatures.first_documents[-1], bool)
     # Rows (digest as two numbers, document) give rows (first document, its copy).
     digests, copies, near_rows = RowSorter(work, 3, memory), RowSorter(work, 2, memory), RowSorter(work, 3, memory)
@@ -172,16 +175,6 @@ def run_dedup(inputs: Sequence[Path], output: Path, workers: int, share: tuple[i
         tasks = _copy_tasks(inputs, output, signatures.first_documents, logged_drops())
         yield from ordered_map(copy_undropped_lines, tasks, workers)
     shutil.rmtree(work)
-
-
-def write_signatures(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
-                     threshold: float = 0.8, **unused: object) -> None:
-    """Write the missing signature files of a share of the shards: the slow part of `run_dedup`."""
-    folder, banding = make_folder(output / ".work"), Banding.for_threshold(threshold)
-    missing = [(inputs[number], target) for number in machine_share(len(inputs), *share)
-               if not (target := signature_file(folder, number)).exists()]
-    for _ in ordered_map(partial(write_signature_file, banding=banding), missing, min(workers, len(missing))):
-        pass
 
 
 def drop_near_duplicates(shards: Sequence[Path], signatures: SignatureFiles, dropped: NDArray[np.bool_],
@@ -263,8 +256,7 @@ def _copy_tasks(inputs: Sequence[Path], output: Path, first_documents: Sequence[
         yield path, output / shard_name(number), reasons
 
 
-def run_unique(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
-               memory: int) -> Iterator[DocumentCounts]:
+def run_unique(inputs: Sequence[Path], output: Path, workers: int, *, memory: int) -> Iterator[DocumentCounts]:
     """Keep the first document of each address."""
     first_documents = [0]
     seen, repeated = RowSorter(output, 3, memory // 2), RowSorter(output, 1, memory // 2)
@@ -275,9 +267,7 @@ def run_unique(inputs: Sequence[Path], output: Path, workers: int, share: tuple[
     for pairs in pairs_with_equal_keys(seen.sorted(), max_earlier=1):
         repeated.add(pairs[:, :1])
     drops = ((document, "duplicate URL") for document, in iterate_rows(repeated.sorted()))
-    own_shards = machine_share(len(inputs), *share)
-    tasks = islice(_copy_tasks(inputs, output, first_documents, drops), own_shards.start, own_shards.stop)
-    yield from ordered_map(copy_undropped_lines, tasks, workers)
+    yield from ordered_map(copy_undropped_lines, _copy_tasks(inputs, output, first_documents, drops), workers)
 
 
 def url_hash_rows(shard: Path) -> tuple[int, Rows]:

@@ -24,7 +24,6 @@ from data.storage import DataError, staged_file
 
 KEPT = "kept"  # in `DocumentCounts.samples`, beside the reasons
 NUM_SAMPLES, SAMPLE_CHARACTERS = 3, 200
-MAX_JSON_DEPTH = 100  # deeper JSON is refused, since stages recurse into it
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -120,7 +119,7 @@ def decode_utf8(raw: bytes, repairs: Repairs) -> str:
 
 
 def _load_json(text: str, repairs: Repairs) -> Any:
-    """Strict JSON: no duplicate keys, no NaN, no number beyond a double, not too deep."""
+    """Strict JSON: no duplicate keys, no NaN, no number beyond a double."""
     def parse_number(spelling: str) -> float | None:
         value = float(spelling)
         if math.isfinite(value):
@@ -135,22 +134,14 @@ def _load_json(text: str, repairs: Repairs) -> Any:
 
     try:
         try:
-            value = load(strict=True)
+            return load(strict=True)
         except ValueError as error:
             if not repairs.allowed or not str(error).startswith("not JSON: Invalid control character"):
                 raise
             repairs.append("control character")
-            value = load(strict=False)
+            return load(strict=False)
     except ValueError as error:
         raise DocumentError("not JSON", str(error)) from error
-    if isinstance(value, dict) and text.count("[") + text.count("{") > MAX_JSON_DEPTH:
-        level: list[Any] = [value]
-        for _ in range(MAX_JSON_DEPTH):
-            level = [item for outer in level if isinstance(outer, dict | list)
-                     for item in (outer.values() if isinstance(outer, dict) else outer)]
-        if level:
-            raise DocumentError("not JSON", f"not JSON we can read: nested more than {MAX_JSON_DEPTH} deep")
-    return value
 
 
 def _repair_surrogates(value: Any, repairs: Repairs) -> Any:

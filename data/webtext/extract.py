@@ -1,9 +1,9 @@
 """HTML pages: their character set, and `extract`, their text. Both as browsers do.
 
 The encoding of a page is, in order: byte order mark; `--charset`; the first `<meta>` of the first 1,024 bytes or of the
-head, or `<?xml encoding>`; UTF-8 if valid; else windows-1252. webencodings knows the labels, and Python decodes, with
-the characters that its decoders lack. Malformed bytes become U+FFFD and are counted. A `DocumentError` is raised for
-pages that are not text, use a charset that no browser reads, or name none and look like none.
+head, or `<?xml encoding>`; UTF-8 if valid; else windows-1252. webencodings knows the labels, and Python decodes.
+Malformed bytes, and characters that Python's decoder lacks, become U+FFFD and are counted. A `DocumentError` is raised
+for pages that are not text, use a charset that no browser reads, or name none and look like none.
 
 A document is HTML if its source says so (`format` in `meta`, set for .html files), or if it begins like a page; others
 pass `extract` unchanged. resiliparse parses it into a browser's tree and writes its text in paragraphs; lists of CSS
@@ -41,14 +41,6 @@ MEANT_BY_META = {"utf-16le": "utf-8", "utf-16be": "utf-8", "x-user-defined": "wi
 
 # Encodings of the standard that are larger than Python's codec of the name.
 PYTHON_CODECS = {"gbk": "gb18030", "iso-2022-jp": "iso2022_jp_ext"}
-_TO_FULL_WIDTH = str.maketrans("\u301c\u2016\u2212\xa2\xa3\xac", "\uff5e\u2225\uff0d\uffe0\uffe1\uffe2")
-_GB18030 = str.maketrans("\ue7c7\ue5e5", "\u1e3f\u3000")
-# Characters that the standard maps differently.
-TRANSLATED = {"gbk": _GB18030, "gb18030": _GB18030, "euc-jp": _TO_FULL_WIDTH, "iso-2022-jp": _TO_FULL_WIDTH,
-              "shift_jis": str.maketrans("\uf8f0\uf8f1\uf8f2\uf8f3", 4 * REPLACEMENT),
-              "koi8-u": str.maketrans("\u255d\u256c", "\u045e\u040e")}
-ERROR_HANDLER = "megatron.webtext"
-
 NO_CHARSET, NOT_TEXT, REFUSED_CHARSET = "no character set", "not text", "refused character set"
 SNIFFED_BYTES = 1445  # bytes searched for binary data, as in browsers' MIME sniffing
 _BINARY = re.compile(b"[\0-\x08\x0b\x0e-\x1a\x1c-\x1f]")
@@ -114,52 +106,13 @@ def _meta_labels(page: bytes, selector: str) -> Iterator[str]:
 
 
 def decode_as(raw: bytes, encoding: Encoding) -> tuple[str, bool]:
-    """(text, whether some of it was malformed). Encodings that browsers refuse (`replacement`) have no text."""
+    """(text, whether some of it was malformed)."""
     name = encoding.name
     decode = (codecs.lookup(PYTHON_CODECS[name]) if name in PYTHON_CODECS else encoding.codec_info).decode
-    if name.startswith("utf-"):
-        try:
-            return str(decode(raw, "strict")[0]), False
-        except UnicodeDecodeError:
-            return str(decode(raw, "replace")[0]), True
-    text = str(decode(raw, ERROR_HANDLER)[0])
-    if name in TRANSLATED:
-        text = text.translate(TRANSLATED[name])
-    return text, REPLACEMENT in text
-
-
-def _handle_decode_error(error: UnicodeError) -> tuple[str, int]:
-    """What browsers produce for bytes at which Python's decoder stops, and where they continue."""
-    assert isinstance(error, UnicodeDecodeError)
-    raw, start = error.object, error.start
-    pair = raw[start:start + 2]
-    if error.encoding == "charmap":
-        return chr(raw[start]) if 0x80 <= raw[start] < 0xA0 else REPLACEMENT, start + 1
-    if error.encoding == "gb18030" and pair[:1] == b"\x80":
-        return "\u20ac", start + 1
-    if error.encoding in ("euc_jp", "iso2022_jp_ext") and (text := _decode_as_shift_jis(pair)):
-        return text, start + 2
-    if error.encoding == "iso2022_jp_ext":  # a character ends at the next escape
-        escape = raw.find(b"\x1b", start + 1, error.end)
-        return REPLACEMENT, escape if escape > 0 else error.end
-    taken = 2 if len(pair) == 2 and 0x81 <= pair[0] <= 0xfe and pair[1] >= 0x80 else 1
-    return REPLACEMENT, max(error.end, start + taken)
-
-
-def _decode_as_shift_jis(pair: bytes) -> str:
-    """The character of two bytes of EUC-JP or ISO-2022-JP; Shift_JIS has the same ones in other rows."""
-    row, cell = (byte & 0x7f for byte in pair.ljust(2, b"\0"))
-    if not (0x21 <= row <= 0x7e and 0x21 <= cell <= 0x7e and pair[0] & 0x80 == pair[1] & 0x80):
-        return ""
-    first = (row - 0x21) // 2 + (0x81 if row < 0x5f else 0xc1)
-    second = cell + 0x7e if row % 2 == 0 else cell + (0x1f if cell < 0x60 else 0x20)
     try:
-        return bytes([first, second]).decode("cp932")
+        return str(decode(raw, "strict")[0]), False
     except UnicodeDecodeError:
-        return ""
-
-
-codecs.register_error(ERROR_HANDLER, _handle_decode_error)
+        return str(decode(raw, "replace")[0]), True
 
 
 # Both parse like a browser. The first also drops elements whose class or role marks boilerplate.

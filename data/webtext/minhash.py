@@ -34,7 +34,7 @@ SINGLE_CHARACTER_WORD = 1 << 31  # bit in the table below: the character is a wo
 UNSPACED_SCRIPTS = ((0x0E00, 0x0EFF), (0x1000, 0x109F), (0x1780, 0x17FF), (0x2E80, 0xA4CF), (0xF900, 0xFAFF),
                     (0xFF66, 0xFF9F), (0x20000, 0x3FFFF))
 
-BLOCK_CHARACTERS = 1 << 18  # characters processed together, to bound memory
+MIN_POWERS = 1 << 18  # of the hash's factor: texts up to this length share a table
 
 FACTOR = 0x9E3779B97F4A7C15
 
@@ -59,12 +59,22 @@ def splitmix64(values: HashArray) -> HashArray:
 
 
 def hash_words(text: str) -> HashedWords:
-    return HashedWords(*map(np.concatenate, zip(*_hashed_blocks(text))))
-
-
-def word_hashes(text: str) -> HashArray:
-    """The word hashes without positions, with less memory."""
-    return np.concatenate([block.hashes for block in _hashed_blocks(text)])
+    folded = _character_classes()[np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")]
+    inside = folded != 0
+    edge = np.ones(len(folded) + 1, bool)  # between characters: True where a word starts or stops
+    np.not_equal(inside[1:], inside[:-1], out=edge[1:-1])
+    alone = folded >= SINGLE_CHARACTER_WORD
+    if alone.any():
+        edge[:-1] |= alone
+        edge[1:] |= alone
+    edges = np.flatnonzero(edge)
+    is_word = inside[edges[:-1]]
+    firsts, ends = edges[:-1][is_word], edges[1:][is_word]
+    # A word's hash is a polynomial in FACTOR: a difference of prefix sums, shifted to the same exponent.
+    powers, inverse = _powers(max(MIN_POWERS, 1 << len(folded).bit_length()))
+    prefix = np.zeros(len(folded) + 1, np.uint64)
+    np.cumsum(folded * powers[:len(folded)], out=prefix[1:])
+    return HashedWords(splitmix64((prefix[ends] - prefix[firsts]) * inverse[firsts]), firsts, ends)
 
 
 def ngram_hashes(hashes: HashArray, n: int) -> HashArray:
@@ -76,41 +86,6 @@ def ngram_hashes(hashes: HashArray, n: int) -> HashArray:
         run *= np.uint64(FACTOR)
         run ^= run >> np.uint64(32)  # makes the hash depend on order
     return run
-
-
-def _hashed_blocks(text: str) -> Iterator[HashedWords]:
-    """Consecutive blocks of a text that split no word, unless it is longer than a quarter block."""
-    start = 0
-    while True:
-        stop = min(start + BLOCK_CHARACTERS, len(text))
-        if stop < len(text):
-            # Cut after the last non-word character of the block, if it is near the end.
-            tail = _character_classes()[_code_points(text[stop - BLOCK_CHARACTERS // 4:stop])]
-            breaks = np.flatnonzero(tail == 0)
-            stop -= len(tail) - int(breaks[-1]) if breaks.size else 0
-        folded = _character_classes()[_code_points(text[start:stop])]
-        inside = folded != 0
-        edge = np.ones(len(folded) + 1, bool)  # between characters: True where a word starts or stops
-        np.not_equal(inside[1:], inside[:-1], out=edge[1:-1])
-        alone = folded >= SINGLE_CHARACTER_WORD
-        if alone.any():
-            edge[:-1] |= alone
-            edge[1:] |= alone
-        edges = np.flatnonzero(edge)
-        is_word = inside[edges[:-1]]
-        firsts, ends = edges[:-1][is_word], edges[1:][is_word]
-        # A word's hash is a polynomial in FACTOR: a difference of prefix sums, shifted to the same exponent.
-        powers, inverse = _powers()
-        prefix = np.zeros(len(folded) + 1, np.uint64)
-        np.cumsum(folded * powers[:len(folded)], out=prefix[1:])
-        yield HashedWords(splitmix64((prefix[ends] - prefix[firsts]) * inverse[firsts]), firsts + start, ends + start)
-        if stop == len(text):
-            return
-        start = stop
-
-
-def _code_points(text: str) -> NDArray[np.uint32]:
-    return np.frombuffer(text.encode("utf-32-le", "surrogatepass"), "<u4")
 
 
 @cache
@@ -132,11 +107,10 @@ def _character_classes() -> NDArray[np.uint32]:
 
 
 @cache
-def _powers() -> tuple[HashArray, HashArray]:
+def _powers(count: int) -> tuple[HashArray, HashArray]:
     """FACTOR to the power of 1, 2, ..., and inverses modulo 2^64."""
-    inverse = pow(FACTOR, -1, 1 << 64)
-    return (np.multiply.accumulate(np.full(BLOCK_CHARACTERS, FACTOR, np.uint64)),
-            np.multiply.accumulate(np.full(BLOCK_CHARACTERS + 1, inverse, np.uint64)))
+    return (np.multiply.accumulate(np.full(count, FACTOR, np.uint64)),
+            np.multiply.accumulate(np.full(count, pow(FACTOR, -1, 1 << 64), np.uint64)))
 
 
 SHINGLE_WORDS = 5
@@ -182,7 +156,7 @@ class Banding:
 
 def shingle_hashes(text: str) -> HashArray:
     """All shingles of a text in order, with repetitions; none for a text of fewer words."""
-    return ngram_hashes(word_hashes(text), SHINGLE_WORDS)
+    return ngram_hashes(hash_words(text).hashes, SHINGLE_WORDS)
 
 
 def minhash_signatures(texts: Sequence[HashArray]) -> NDArray[np.uint32]:

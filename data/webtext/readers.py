@@ -26,9 +26,9 @@ from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compresse
                              strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
 from data.storage import DataError, check_is_file
-from data.text_files import BOM, CONVERT_UTF16_HINT, UTF16_BOMS, line_number, read_lines
+from data.text_files import BOM
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
-from data.webtext.extract import NOT_TEXT, decode_page
+from data.webtext.extract import decode_page
 
 FORMAT_OF_SUFFIX = {".jsonl": "jsonl", ".ndjson": "jsonl", ".json": "json", ".txt": "text", ".html": "html",
                     ".htm": "html", ".xhtml": "html", ".warc": "warc", ".wet": "warc", ".parquet": "parquet"}
@@ -37,14 +37,9 @@ FORMAT_CHOICES = ("auto", "jsonl", "json", "text", "html", "urls", "warc", "parq
 PAGE_TYPES = {"text/html": "html", "application/xhtml+xml": "html", "text/plain": "text", "": "html"}
 ON_ERROR = ("strict", "skip", "replace")
 UNREADABLE = "unreadable"
-# Archives: (name, offset, signature).
-ARCHIVE_SIGNATURES = (("WARC", 0, b"WARC/"), ("ARC", 0, b"filedesc://"), ("tar", 257, b"ustar"), ("zip", 0, b"PK\3\4"),
-                      ("7z", 0, b"7z\xbc\xaf"), ("RAR", 0, b"Rar!\x1a"), ("gzip", 0, b"\x1f\x8b"),
-                      ("bzip2", 4, b"1AY&SY"), ("xz", 0, b"\xfd7zXZ"), ("Zstandard", 0, b"(\xb5/\xfd"))
-UNPACK_HINT = "archives are not read; unpack it into a folder and give that"
-
 ARRAY_READ_BYTES = 1 << 18
 PARQUET_ROWS = 100  # read at a time
+SKIP_BYTES = 1 << 20  # bytes of a line in memory that is skipped
 _OUTSIDE_STRING = re.compile(rb'["\[\]{},]')
 _INSIDE_STRING = re.compile(rb'["\\]')
 _JSON_SPACE = b" \t\r\n"
@@ -97,6 +92,16 @@ class ReadResult:
         return f"{path}:{line_number(path, self.offset)} (byte {self.offset})"
 
 
+def line_number(path: str, offset: int) -> int:
+    """The number, from 1, of the line at an offset of a (decompressed) file. Reads all before it: for errors only."""
+    line = 1
+    with suppress(OSError), open_decompressed(path, until_damage=True) as file:
+        while offset > 0 and (part := file.read(min(offset, ARRAY_READ_BYTES))):
+            line += part.count(b"\n")
+            offset -= len(part)
+    return line
+
+
 # (offset, size, bytes) of one document; bytes None if there are too many.
 RawDocument = tuple[int, int, bytes | None]
 
@@ -117,7 +122,7 @@ def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tup
                 if format != "auto" or format_of(file.name):
                     sources.append(_source_file(file, str(file.relative_to(path)), format))
                 else:
-                    found.unknown.append(str(file.relative_to(path)))
+                    found.others.append(str(file.relative_to(path)))
             if found.left_out:
                 notes.append(f"{path.name}: {found.left_out}")
     if not sources:
@@ -151,13 +156,7 @@ def format_of(name: str) -> str:
 
 def _source_file(path: Path, name: str, format: str) -> SourceFile:
     check_is_file(path)  # it is read twice: for its checksum, then its content
-    if format in ("text", "html", "urls"):  # all of an archive, headers included, would become one document
-        head = b""
-        with suppress(OSError), open_decompressed(str(path), until_damage=True) as file:  # errors are counted later
-            head = file.read(512)
-        if kind := archive_kind(head):
-            raise DataError(f"{path}: expected one file of --format {format}, found {kind} data; {UNPACK_HINT}")
-    elif format == "auto":
+    if format == "auto":
         format = format_of(name)
     with read_errors_for(str(path)):
         size = path.stat().st_size
@@ -169,11 +168,6 @@ def _source_file(path: Path, name: str, format: str) -> SourceFile:
                 first = file.read(1 << 16).removeprefix(BOM).lstrip().split(b"\n", 1)[0].rstrip()
             format = "array" if first.startswith(b"[") else "object" if first == b"{" else "jsonl"
         return SourceFile(str(path), name, format, size)
-
-
-def archive_kind(content: bytes) -> str | None:
-    """The archive format, by the first 512 bytes; None if it is none."""
-    return next((kind for kind, start, mark in ARCHIVE_SIGNATURES if content.startswith(mark, start)), None)
 
 
 def plan_units(sources: Iterable[SourceFile], shard_bytes: int) -> list[WorkUnit]:
@@ -234,18 +228,35 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
             yield ReadResult(source, end, 0, damage)
 
 
+def skip_line(file: DecompressedFile, most: float = math.inf) -> int:
+    """Read to the end of the line, at most `most` bytes; returns the number of bytes."""
+    skipped = 0
+    while skipped < most and (part := file.readline(int(min(SKIP_BYTES, most - skipped)))):
+        skipped += len(part)
+        if part.endswith(b"\n"):
+            break
+    return skipped
+
+
 def _raw_lines(file: DecompressedFile, source: SourceFile, options: WebReadOptions) -> Iterator[RawDocument]:
-    """The lines that begin in the range, without blank ones; at its damage raises that of the file."""
-    stop = math.inf if source.stop is None else source.stop
-    for offset, size, raw in read_lines(file, source.start, stop, options.max_bytes):
-        line = raw and (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
+    """The lines that begin in the range, without blank ones; at its damage raises that of the file. A line of more than
+    `max_bytes` is not held."""
+    stop, offset = math.inf if source.stop is None else source.stop, source.start
+    if offset:  # a line across the start belongs to the range before
+        file.seek(offset - 1)
+        offset += skip_line(file, stop - offset + 1) - 1
+    while offset < stop and (raw := file.readline(options.max_bytes + 1)):
+        is_too_long = len(raw) > options.max_bytes and not raw.endswith(b"\n")
+        size = len(raw) + (skip_line(file) if is_too_long else 0)
+        line = (raw if offset else raw.removeprefix(BOM)).strip(_JSON_SPACE)
         if not file.damage:
-            if line or line is None:
-                yield offset, size, line
-        elif line and source.format == "jsonl":  # a complete object is no part of the damage
+            if line or is_too_long:
+                yield offset, size, None if is_too_long else line
+        elif line and not is_too_long and source.format == "jsonl":  # a complete object is no part of the damage
             with suppress(DocumentError):
                 parse_json_line(line, options.text_key, options.url_key)
                 yield offset, size, line
+        offset += size
     if file.damage:
         raise file.damage
 
@@ -401,18 +412,10 @@ def _parse_raw(source: SourceFile, offset: int, content: bytes | None,
             return parse_json_line(line, options.text_key, options.url_key, repairs.allowed)
         if kind == "urls":
             return Document("", decode_utf8(content, repairs)), tuple(repairs)
-        if archive := archive_kind(content):
-            raise DocumentError(NOT_TEXT, f"expected one document, found {archive} data; {UNPACK_HINT}")
         if kind == "html":
             text, repaired = decode_page(content, options.charset, repairs.allowed)
             return Document(text, None, {"file": source.name, "format": "html"}), repaired
         text = decode_utf8(content, repairs).removeprefix("\ufeff")
         return Document(text, None, {"file": source.name}), tuple(repairs)
     except DocumentError as fault:
-        # The whole file may be of another kind than assumed.
-        message = str(fault)
-        if kind != "html" and offset == 0 and content and content.startswith(UTF16_BOMS):
-            message = f"not UTF-8 but UTF-16, by its first bytes; {CONVERT_UTF16_HINT}"
-        elif kind == "object" and "Extra data" in message:
-            message += " (are these several objects? `jq -c .` makes a line of each)"
-        return DocumentError(fault.reason, message), ()
+        return fault, ()

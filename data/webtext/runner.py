@@ -24,7 +24,6 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from data.compressed import find_damage
 from data.input_files import SHARD_PATH_PATTERN, STAGE_FILE, WORK_FOLDER, check_sha256, checksum_in_threads
 from data.parallel import ordered_map
 from data.storage import (READ_BYTES, DataError, UsageError, change_detector, crc32_file, fsync_directory, fsync_file,
@@ -38,7 +37,6 @@ from data.webtext.readers import (UNREADABLE, SourceFile, WebReadOptions, WorkUn
 SINGLE_MACHINE = (0, 1)
 REVISION = 3  # increment it when the same inputs and parameters would give another output
 DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"  # a file that is not a shard, and the stage that writes it
-CLEARED_RECORD = "cleared.json"  # in `.work`: the record of a stage whose removal is in progress
 
 
 @dataclass(frozen=True)
@@ -106,19 +104,15 @@ def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[St
             if record is None and record_file.exists():
                 raise DataError(f"{record_file}: not the record of a stage; remove that folder, or choose another "
                                 "--output")
-            names = {name for path in (record_file, *work.rglob(STAGE_FILE), work / CLEARED_RECORD)
-                     for name in _recorded_files(path)}
+            names = {name for path in (record_file, *work.rglob(STAGE_FILE)) for name in _recorded_files(path)}
             if any(path.name not in names for path in output.glob("part-*.jsonl")):
                 raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; "
                                 "choose another --output")
             with write_errors_for(output):
-                if record:
-                    make_folder(work)
-                    os.replace(record_file, work / CLEARED_RECORD)
-                    fsync_directory(output)
                 for name in names:
                     (output / name).unlink(missing_ok=True)
-                shutil.rmtree(work, ignore_errors=True)  # last, since it records the owner
+                record_file.unlink(missing_ok=True)  # after the shards, since it records their owner
+                shutil.rmtree(work, ignore_errors=True)
         make_folder(folder)
         yield None, folder
 
@@ -234,12 +228,9 @@ class GlobalStage:
     """A stage that needs all documents."""
 
     name: str
-    # (shards in order, output folder, workers, share of the shards to write, **parameters) -> counts of each part of
-    # the output, once it is written.
+    # (shards in order, output folder, workers, **parameters) -> counts of each part of the output, once it is written.
     run: Callable[..., Iterator[DocumentCounts]]
     parameters: Mapping[str, Any]  # JSON values
-    # The same arguments: work that several machines can share before one of them runs `run`.
-    prepare_share: Callable[..., None] | None = None
 
 
 @dataclass(frozen=True, eq=False)
@@ -257,7 +248,7 @@ class MapStage:
 
 @dataclass(frozen=True)
 class StageRunOptions:
-    """How a stage is run. Only `shard_bytes` and `shard` affect the output."""
+    """How a stage is run. Only `shard_bytes` and `shard` affect the output, that of a map stage."""
 
     workers: int = 1
     shard: tuple[int, int] = SINGLE_MACHINE  # (number of this machine from 0, number of machines)
@@ -271,9 +262,8 @@ def make_read_function() -> DocumentFunction:
 
 def run_stage(stage: MapStage | GlobalStage, inputs: Sequence[str | Path], output: Path,
               read_options: WebReadOptions = WebReadOptions(),
-              run_options: StageRunOptions = StageRunOptions()) -> StageRecord | None:
-    """Run a stage, continuing where it stopped. None if only this machine's share of the work is prepared: the same
-    command without --shard does the rest."""
+              run_options: StageRunOptions = StageRunOptions()) -> StageRecord:
+    """Run a stage, continuing where it stopped."""
     if isinstance(stage, MapStage):
         return run_map_stage(stage, inputs, output, read_options, run_options)
     return run_global_stage(stage, inputs, output, run_options)
@@ -303,7 +293,8 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
         notes += [note for part in parts for note in part.notes]
         if second_pass:
             first, folder = folder, make_folder(folder / "then")
-            later = run_global_pass(second_pass, [first / shard.name for shard in shards], folder, run_options)
+            later = run_global_pass(second_pass, [first / shard.name for shard in shards], folder,
+                                    run_options.workers)
             counts = replace(counts, documents_kept=later.documents_kept, bytes_kept=later.bytes_kept,
                              dropped=counts.dropped + later.dropped,
                              dropped_bytes=counts.dropped_bytes + later.dropped_bytes, sizes=later.sizes,
@@ -313,33 +304,26 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
 
 
 def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: Path,
-                     run_options: StageRunOptions = StageRunOptions()) -> StageRecord | None:
+                     run_options: StageRunOptions = StageRunOptions()) -> StageRecord:
     sources = [source for path in inputs for source in shards_of_stage(Path(path))]
     shards = [Path(source.path) for source in sources]
     check_output_is_apart(inputs, output)
-    prepare = stage.prepare_share if run_options.shard != SINGLE_MACHINE else None
-    key = stage_key(stage.name, stage.parameters, source_fingerprints(sources, run_options.workers),
-                    SINGLE_MACHINE if prepare else run_options.shard)
+    key = stage_key(stage.name, stage.parameters, source_fingerprints(sources, run_options.workers))
     with open_stage_folder(output, key) as (record, folder):
-        if record is None and not prepare:
-            check_unchanged = change_detector(shards)
-            check_sha256({source.path: source.sha256 for source in sources}, run_options.workers)
-            counts = run_global_pass(stage, shards, folder, run_options)
-            check_unchanged()
-            return publish_stage(StageRecord(key, counts, describe_shards_in(folder)), folder, output)
-    if record is None and prepare:  # without the lock: other machines prepare their shares at the same time
-        own = [sources[k] for k in machine_share(len(sources), *run_options.shard)]
-        check_sha256({source.path: source.sha256 for source in own}, run_options.workers)
-        prepare(shards, folder, run_options.workers, run_options.shard, **stage.parameters)
-    return record
+        if record:
+            return record
+        check_unchanged = change_detector(shards)
+        check_sha256({source.path: source.sha256 for source in sources}, run_options.workers)
+        counts = run_global_pass(stage, shards, folder, run_options.workers)
+        check_unchanged()
+        return publish_stage(StageRecord(key, counts, describe_shards_in(folder)), folder, output)
 
 
-def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path,
-                    run_options: StageRunOptions) -> DocumentCounts:
+def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path, workers: int) -> DocumentCounts:
     """Run a pass over all documents; returns its counts."""
     counts = DocumentCounts()
     with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
-        for part in stage.run(shards, folder, run_options.workers, run_options.shard, **stage.parameters):
+        for part in stage.run(shards, folder, workers, **stage.parameters):
             counts += part
             bar.update(part.bytes_in)
     return counts
@@ -395,12 +379,9 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
                 except Exception as error:  # a library failed on this document
                     outcome = DocumentError("failed", f"{type(error).__name__}: {error}")
             if isinstance(outcome, DocumentError):
-                path, is_unreadable = result.source.path, outcome.reason == UNREADABLE
-                if reading.on_error == "strict" and not is_unreadable and (damage := find_damage(path)):
-                    raise DataError(f"{path}: cannot read: {damage}; before that, {result.location()} {outcome}")
                 if reading.on_error == "strict":
                     raise DataError(f"{result.location()} {outcome}")
-                if is_unreadable:
+                if outcome.reason == UNREADABLE:
                     notes.append(f"{result.source.name}: {outcome}")
             if isinstance(outcome, Document):
                 line = outcome.to_line()

@@ -1,8 +1,8 @@
 """`shuffle` and `split`: a seeded random order of all documents, and training, validation and test parts.
 
 Shuffle: each document has a key, a bijection of its number; lines are scattered over buckets of keys that fit in
-memory. Shard k of n holds the k-th n-th of all keys. Split by *hash*: a document's part depends on its text and the
-seed, so copies stay together. By *count*: the first documents train, the next validate, the last test.
+memory. Shard k of n holds the k-th n-th of all keys. Split: a document's part depends on its text and the seed, so
+copies stay together.
 """
 
 from __future__ import annotations
@@ -21,12 +21,11 @@ from typing import IO
 import numpy as np
 
 from data.parallel import ordered_map
-from data.sampling import PARTS, parse_split, split_documents
+from data.sampling import PARTS, parse_split
 from data.storage import make_folder, staged_file, write_errors_for
-from data.webtext.documents import DocumentCounts, machine_share, parse_shard_line, shard_name
+from data.webtext.documents import DocumentCounts, parse_shard_line, shard_name
 from data.webtext.minhash import splitmix64
 
-SPLIT_METHODS = ("hash", "count")
 BUCKET_RECORD = struct.Struct("<QQ")  # before each line in a bucket: its key and its size
 
 
@@ -60,28 +59,25 @@ class LineBuckets:
             yield bytes(raw[start:start + size])
 
 
-def run_shuffle(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
-                seed: int = 0, shards: int | None = None, memory: int = 1 << 30) -> Iterator[DocumentCounts]:
+def run_shuffle(inputs: Sequence[Path], output: Path, workers: int, *, seed: int = 0, shards: int | None = None,
+                memory: int = 1 << 30) -> Iterator[DocumentCounts]:
     """Write the shuffled shards, as many as the input has unless `shards` says how many. It only moves bytes, so it
     uses one process, whatever `workers` is."""
     shutil.rmtree(output / ".work", ignore_errors=True)  # left by a process that ended early
     work = make_folder(output / ".work")
     total = shards or max(1, len(inputs))
-    own_shards = machine_share(total, *share)
     size = sum(path.stat().st_size for path in inputs)
     buckets_per_shard = max(1, -(-4 * size // (memory * total)))  # a bucket uses a quarter of the memory
-    buckets = LineBuckets(work, max(1, len(own_shards) * buckets_per_shard), memory // 2)
+    buckets = LineBuckets(work, total * buckets_per_shard, memory // 2)
     keys = shuffle_keys(seed)
     for path in inputs:
         with open(path, "rb") as lines:
             for line, key in zip(lines, keys):
-                bucket = (key * total * buckets_per_shard >> 64) - own_shards.start * buckets_per_shard
-                if 0 <= bucket < len(own_shards) * buckets_per_shard:
-                    buckets.add(bucket, key, line)
-    for number, shard in enumerate(own_shards):
+                buckets.add(key * total * buckets_per_shard >> 64, key, line)
+    for shard in range(total):
         counts = DocumentCounts()
         with staged_file(output / shard_name(shard)) as file:
-            for bucket in range(number * buckets_per_shard, (number + 1) * buckets_per_shard):
+            for bucket in range(shard * buckets_per_shard, (shard + 1) * buckets_per_shard):
                 for line in buckets.lines(bucket):
                     file.write(line)
                     counts.add_kept(len(line), line)
@@ -96,43 +92,28 @@ def shuffle_keys(seed: int) -> Iterator[int]:
         yield from splitmix64(np.arange(first, first + 4096, dtype=np.uint64) ^ start).tolist()
 
 
-def run_split(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int] = (0, 1), *,
-              shares: str = "949,50,1", method: str = SPLIT_METHODS[0], seed: int = 0) -> Iterator[DocumentCounts]:
+def run_split(inputs: Sequence[Path], output: Path, workers: int, *, shares: str = "949,50,1",
+              seed: int = 0) -> Iterator[DocumentCounts]:
     """Write the parts of each shard. A part without documents has no file."""
-    fractions = parse_split(shares)
-    firsts, ranges = [0] * len(inputs), []
-    if method == "count":
-        *firsts, total = accumulate(ordered_map(count_lines, inputs, workers), initial=0)
-        ranges = split_documents(fractions, total)
     for part in PARTS:
         make_folder(output / part)
-    tasks = [(inputs[number], shard_name(number), firsts[number]) for number in machine_share(len(inputs), *share)]
-    split_one = partial(split_shard, output=output, shares=fractions, ranges=ranges, seed=seed)
-    yield from ordered_map(split_one, tasks, workers)
+    split_one = partial(split_shard, output=output, bounds=list(accumulate(parse_split(shares))), seed=seed)
+    yield from ordered_map(split_one, [(path, shard_name(number)) for number, path in enumerate(inputs)], workers)
 
 
-def split_shard(task: tuple[Path, str, int], output: Path, shares: Sequence[Fraction], ranges: Sequence[range],
-                seed: int) -> DocumentCounts:
-    """Split (path, output name, number of the first document) by ranges of document numbers, or by hash without."""
-    path, name, first = task
-    counts, bounds = DocumentCounts(), list(accumulate(shares))
+def split_shard(task: tuple[Path, str], output: Path, bounds: Sequence[Fraction], seed: int) -> DocumentCounts:
+    """Split a shard, given as (path, output name): a part begins where the one before it ends in `bounds`."""
+    path, name = task
+    counts = DocumentCounts()
     with ExitStack() as stack:
         files: dict[str, IO[bytes]] = {}
-        for number, line in enumerate(stack.enter_context(open(path, "rb")), start=first):
-            if ranges:
-                part = PARTS[next(k for k, documents in enumerate(ranges) if number in documents)]
-            else:
-                text = parse_shard_line(line, str(path)).text
-                digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
-                point = Fraction(int.from_bytes(digest, "big"), 1 << 64)
-                part = PARTS[next(k for k, bound in enumerate(bounds) if point < bound)]
+        for line in stack.enter_context(open(path, "rb")):
+            text = parse_shard_line(line, str(path)).text
+            digest = hashlib.blake2b(text.encode(), digest_size=8, key=str(seed).encode()).digest()
+            point = Fraction(int.from_bytes(digest, "big"), 1 << 64)
+            part = PARTS[next(k for k, bound in enumerate(bounds) if point < bound)]
             if part not in files:
                 files[part] = stack.enter_context(staged_file(output / part / name))
             files[part].write(line)
             counts.add_kept(len(line), line)
     return counts
-
-
-def count_lines(path: Path) -> int:
-    with open(path, "rb") as lines:
-        return sum(1 for _ in lines)

@@ -1,4 +1,4 @@
-"""What a corpus holds; a run that stops in the middle; a function that is killed at a chosen moment.
+"""What a corpus holds; a function that is killed at a chosen moment.
 
 Moments are counted in *events*: renames, syncs, cuts, removals and folders made. Between two of them nothing changes
 that another process could see, but for bytes in files under temporary names.
@@ -10,16 +10,12 @@ import os
 import signal
 import sys
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 
-from data import preprocess
 from data.indexed import IndexedCorpus
-from data.parallel import ordered_map
-from data.preprocess import EncodedChunk
 from data.tokenizer import ByteLevelTokenizer
 
 BYTE = ByteLevelTokenizer()
@@ -32,21 +28,6 @@ def files_of(prefix: Path | str) -> list[bytes]:
 def documents_of(prefix: Path | str) -> list[list[int]]:
     corpus = IndexedCorpus(prefix)
     return [corpus.document(number).tolist() for number in range(corpus.num_documents)]
-
-
-class Stop:
-    """Raises an error when `data.preprocess` has encoded so many chunks; -1: never."""
-
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, chunks: int, error: BaseException) -> None:
-        self.left, self.error, self.encoded = chunks, error, 0
-        monkeypatch.setattr(preprocess, "ordered_map", self.map)
-
-    def map(self, *arguments: Any) -> Iterator[EncodedChunk]:
-        for encoded in ordered_map(*arguments):
-            if self.left == 0:
-                raise self.error
-            self.left, self.encoded = self.left - 1, self.encoded + 1
-            yield encoded
 
 
 EVENTS = ("replace", "fsync", "unlink", "truncate", "mkdir", "rmdir", "link")

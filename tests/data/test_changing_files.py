@@ -6,7 +6,6 @@ import errno
 import json
 import os
 import pickle
-import random
 import struct
 import subprocess
 import sys
@@ -21,8 +20,8 @@ from unittest.mock import patch
 import numpy as np
 import pytest
 
-from data import gpt2_dataset, importers, preprocess, sources, split_json as splitting
-from data.gpt2_dataset import RowFile, write_row_file
+from data import importers, preprocess, sources, split_json as splitting
+from data.gpt2_dataset import open_rows, write_rows
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus
@@ -51,12 +50,6 @@ def write(prefix: Path, shift: int = 0) -> None:
 def prefix(tmp_path: Path) -> Path:
     write(tmp_path / "corpus")
     return tmp_path / "corpus"
-
-
-@pytest.fixture
-def rows(tmp_path: Path) -> Path:
-    write_row_file(tmp_path / "rows", "name", np.arange(2500).reshape(-1, 2))
-    return tmp_path / "rows"
 
 
 def overwrite(path: Path, cut: bool = False) -> None:
@@ -103,17 +96,14 @@ def test_a_corpus_that_was_moved_away_is_read_on(tmp_path: Path) -> None:
             np.testing.assert_array_equal(corpus.document(document), TOKENS[stop - size:stop])
 
 
-def test_a_disk_that_cannot_read_is_named(prefix: Path, rows: Path) -> None:
+def test_a_disk_that_cannot_read_is_named(prefix: Path) -> None:
     corpus = IndexedCorpus(prefix)
     reads: dict[str, Callable[[], object]] = {
-        f"{prefix}.bin": lambda: corpus.document(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix),
-        str(rows): lambda: RowFile(rows, "name")}
+        f"{prefix}.bin": lambda: corpus.document(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix)}
     with patch("data.indexed.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
         for path, read in reads.items():
             with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
                 read()
-    with pytest.raises(DataError, match="nowhere: cannot read: No such file"):
-        RowFile(rows.with_name("nowhere"), "name")
 
 
 def test_slices_are_those_of_the_document_though_reads_come_in_pieces(prefix: Path) -> None:
@@ -154,37 +144,16 @@ def test_a_run_whose_corpus_is_cut_off_ends_with_3_and_its_name(prefix: Path) ->
 
 # ----------------------------------------------------------------------------------------------------- rows of integers
 
-TABLES = [np.empty(0, np.int32), np.empty((0, 2), np.int64), np.array([7], np.int32),
-          -np.arange(2000, dtype=np.int64) << 33, np.arange(9000).reshape(3, -1).T,
-          np.arange(3000, dtype=np.int32).reshape(-1, 2), np.arange(9, dtype=">i4")]
-
-
-def test_rows_come_back_whatever_their_shape_and_type(tmp_path: Path) -> None:
-    for values in TABLES:
-        write_row_file(tmp_path / "rows", "name", values)
-        found = pickle.loads(pickle.dumps(RowFile(tmp_path / "rows", "name")))
-        assert found.shape == values.shape
-        for row in range(len(values)):
-            np.testing.assert_array_equal(found[row], values[row])
-            assert found[row].dtype == values.dtype.newbyteorder("=")
-        for outside in (-1, len(values)):
-            with pytest.raises(IndexError):
-                found[outside]
-
-
-def test_rows_that_are_not_those_written_under_the_name_are_refused(rows: Path) -> None:
-    good, draw, header = rows.read_bytes(), random.Random(0), gpt2_dataset.ROW_FILE_HEADER.size
-    damaged = [good[:size] for size in (0, 8, header, 20_000)] + [good + bytes(4)]
-    for place in [*range(header), *draw.sample(range(len(good)), 300), len(good) - 1]:
-        damaged.append(good[:place] + bytes([good[place] ^ 1 << draw.randrange(8)]) + good[place + 1:])
-    for content in damaged:
-        rows.write_bytes(content)
-        with pytest.raises(DataError, match=f"^{rows}: damaged, or made from something else: .*; delete it, and it is"):
-            RowFile(rows, "name")
-    rows.write_bytes(good)
-    assert RowFile(rows, "name")[1249].tolist() == [2498, 2499]
-    with pytest.raises(DataError, match=f"^{rows}: damaged, or made from something else: "):
-        RowFile(rows, "other")
+@pytest.mark.parametrize("damage", [
+    lambda raw: raw[:-1], lambda raw: raw + bytes(4), lambda raw: b"", lambda raw: raw[:2],
+    lambda raw: raw[:999] + b"x" + raw[1000:], lambda raw: raw[:-1] + b"x"])
+def test_rows_that_were_damaged_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
+    path, values = tmp_path / "rows", np.arange(2500, dtype=np.int32).reshape(-1, 2)
+    write_rows(path, values)
+    np.testing.assert_array_equal(open_rows(path, np.int32, (-1, 2)), values)
+    path.write_bytes(damage(path.read_bytes()))
+    with pytest.raises(DataError, match=f"^{path}: damaged: .*; delete it, and it is built again"):
+        open_rows(path, np.int32, (-1, 2))
 
 
 # ---------------------------------------------------------------------- text that changes while something is made of it
@@ -232,7 +201,7 @@ PROGRAMS: dict[str, tuple[ModuleType, str, Callable[[Path, Path], object]]] = {
     "data.split_json": (splitting, "part_of_text",
                         lambda path, out: split_json([str(path)], str(out), parse_split("1,1"))),
     "data.importers": (importers, "inspect_token_file", lambda path, out: import_tokens([path], out, BYTE)),
-    "--train-data": (sources, "content_keys", lambda path, out: cached_corpus(
+    "--train-data": (sources, "file_stamp", lambda path, out: cached_corpus(
         str(path), BYTE, TextReadOptions(), str(out.with_name("cache")))),
     "a map stage": (runner, "run_job", lambda path, out: run_map_stage(SHOUT, [path], out))}
 

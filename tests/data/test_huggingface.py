@@ -13,10 +13,10 @@ from typing import Any
 
 import pytest
 
-from data import preprocess, text_files
+from data import text_files
 from data.preprocess import build_corpus, main as preprocess_command
 from data.sources import Datasets, check_sources, open_datasets
-from data.storage import DataError, ResumableError
+from data.storage import DataError
 from tests.data.helpers import BYTE, documents_of, files_of
 
 TEXTS = [f"document {i} \u00e9\n\"quoted\"" * (i % 7) for i in range(60)]
@@ -112,27 +112,12 @@ def test_what_cannot_be_read_is_refused_in_one_line(hub, monkeypatch: pytest.Mon
         opened("hf:org/name.v2")
     build_corpus(["hf:org/name.v2"], "c", BYTE, skip_malformed=True)
     assert documents_of("c") == [[*text.encode(), 256] for text in TEXTS[:7] + TEXTS[8:]]
+    hub.rows.fails_after = 32
+    with pytest.raises(DataError, match="hf:org/name.v2: cannot read the dataset: the hub is gone"):
+        build_corpus(["hf:org/name.v2"], "d", BYTE, skip_malformed=True)
     monkeypatch.setattr(text_files, "find_spec", lambda name: None)
     with pytest.raises(DataError, match=r"^--valid-data: hf:a: needs the package datasets: pip install datasets \(the"):
         check_sources(["hf:a"], "--valid-data")
-
-
-def test_a_stream_that_breaks_goes_on_where_it_was(hub, monkeypatch, capsys) -> None:
-    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1)
-    build_corpus(["hf:org/name.v2"], "whole", BYTE)
-    hub.rows.fails_after = 32
-    with pytest.raises(ResumableError, match="hf:org/name.v2: cannot read the dataset: the hub is gone"):
-        build_corpus(["hf:org/name.v2"], "c", BYTE)
-    hub.rows.fails_after = sys.maxsize
-    build_corpus(["hf:org/name.v2"], "c", BYTE)
-    assert "c: going on after 3" in capsys.readouterr().err and files_of("c") == files_of("whole")
-    hub.rows.fails_after = 32
-    with pytest.raises(ResumableError):
-        build_corpus(["hf:org/name.v2"], "c", BYTE)
-    hub.revision, hub.rows = "2", Rows(hub.rows[::-1])
-    build_corpus(["hf:org/name.v2"], "c", BYTE)
-    assert "going on" not in capsys.readouterr().err
-    assert documents_of("c") == documents_of("whole")[::-1], "another dataset starts over"
 
 
 # ------------------------------------------------------------------------------------------------- the real package

@@ -4,30 +4,24 @@ from __future__ import annotations
 
 import gzip
 import json
-import lzma
 import os
 import random
-import re
 import subprocess
 import sys
-import threading
 from fractions import Fraction
 from pathlib import Path
 
 import pytest
 
-from data import text_files
 from data.indexed import IndexedCorpus
 from data.merge import merge_corpora
-from data.preprocess import TextReadOptions, build_corpus, main as preprocess
+from data.preprocess import build_corpus, main as preprocess
 from data.sampling import parse_split
 from data.split_json import main as split_json_command, split_json
 from data.storage import DataError, UsageError
-from data.text_files import parse_lines, read_line_chunks
 from data.verify import main as verify
 from data.webtext import __main__ as webtext, dedup
 from data.webtext.runner import GlobalStage, run_global_stage
-from tests.covering import pairs
 from tests.data.helpers import BYTE, documents_of, files_of, in_a_fork
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -77,13 +71,9 @@ def test_a_shard_that_cannot_be_is_refused(tmp_path: Path, capsys: pytest.Captur
 
 
 def test_a_file_that_is_gone_is_a_data_error(tmp_path: Path) -> None:
-    (tmp_path / "a").write_bytes(LINE * 9)
-    last = list(read_line_chunks(tmp_path / "a", 10))[-1]
-    os.unlink(tmp_path / "a")
-    for read in (lambda: list(parse_lines(last, "text")),
-                 *(lambda name=name: build_corpus([tmp_path / name], tmp_path / "c", BYTE) for name in ("a", "a.txt"))):
-        with pytest.raises(DataError, match="a(.txt)?: cannot read: No such file"):
-            read()
+    for name in ("a", "a.txt"):
+        with pytest.raises(DataError, match=f"{name}: cannot read: No such file"):
+            build_corpus([tmp_path / name], tmp_path / "c", BYTE)
 
 
 MALFORMED = [
@@ -138,94 +128,25 @@ def test_the_command_line_works_and_verify_agrees(tmp_path: Path, capsys: pytest
 # ----------------------------------------------------------------------------------------------------- what is not text
 
 LINE = b'{"text": "words"}\n'
-LIMIT = 1000
 
 
-def put(path: Path, content: bytes) -> Path:
-    """As the name says."""
-    if path.suffix == ".pipe":
-        os.mkfifo(path)
-        threading.Thread(target=path.write_bytes, args=(content,), daemon=True).start()
-    else:
-        path.write_bytes({".gz": gzip.compress, ".xz": lzma.compress}.get(path.suffix, bytes)(content))
-    return path
-
-
-@pytest.mark.parametrize("kind, long, before", pairs(
-    ("jsonl", "jsonl.gz", "pipe"), (LIMIT, LIMIT + 1, 1600, 1601, 100_000), (0, 34, 35), each=2))
-def test_a_line_that_is_too_long_is_named_wherever_it_begins(tmp_path, monkeypatch, kind, long, before):
-    """34 lines fill a chunk nearly, 35 more than that."""
-    monkeypatch.setattr(text_files.read_line_chunks, "__defaults__", (600,))
-    monkeypatch.setattr(text_files, "SKIP_BYTES", 64)
-    content = LINE * before + b"\0" * (long - 1) + b"\n" + LINE * 40 + b"[]\n"
-    path = put(tmp_path / f"a.{kind}", content)
-    held, found = 0, []
-    for chunk in read_line_chunks(path, limit=LIMIT):
-        held = max(held, len(chunk.data or b""))
-        found += [str(text.to_error()) for _, text in parse_lines(chunk, "text", LIMIT) if not isinstance(text, str)]
-    assert held <= LIMIT + 601
-    reason = "not JSON" if long <= LIMIT else f"more than {LIMIT} bytes in this line"
-    assert found[0].startswith(f"{path}:{before + 1} {reason}"), found
-    assert found[0].endswith(f"(the line begins at byte {len(LINE) * before})")
-    assert len(found) == 2 and found[1].startswith(f"{path}:{before + 42} expected a JSON object"), found
-
-
-def test_it_ends_the_run_or_is_skipped_by_preprocessing_and_splitting_alike(tmp_path: Path) -> None:
-    path = put(tmp_path / "a.jsonl", LINE * 3 + b'{"text": "' + b"y" * LIMIT + b'"}\n' + LINE)
-    reading, shares = TextReadOptions(max_document_bytes=LIMIT), [Fraction(1, 2), Fraction(1, 2), Fraction(0)]
-    for program in (lambda: build_corpus([path], tmp_path / "c", BYTE, reading),
-                    lambda: split_json([str(path)], str(tmp_path / "s"), shares, max_bytes=LIMIT)):
-        with pytest.raises(DataError, match=r"a.jsonl:4 more than 1000 bytes .*--max-document-bytes of data"):
-            program()
-    progress, skipped = build_corpus([path], tmp_path / "c", BYTE, reading, skip_malformed=True)
-    counts, left_out = split_json([str(path)], str(tmp_path / "s"), shares, max_bytes=LIMIT, skip_malformed=True)
-    assert (progress.documents, skipped) == (sum(counts.values()), left_out) == (4, 1)
-    assert progress.bytes == path.stat().st_size
-    assert build_corpus([path], tmp_path / "c", BYTE, TextReadOptions(max_document_bytes=2 * LIMIT))[0].documents == 5
-
-
-def peak_of(tmp_path: Path, megabytes: int | None, name: str, *flags: str) -> tuple[int, str]:
-    """Megabytes of the largest process, times how many there are; and what was said. Of some lines and so many zeros,
-    or, None, of the file as it is."""
-    if megabytes is not None:
-        block = gzip.compress(bytes(1 << 24))
-        (tmp_path / name).write_bytes(gzip.compress(LINE * 9) + block * (megabytes >> 4))
-    code = """
-import resource
-from data.preprocess import main
-from megatron.host_memory import peak_resident_bytes
-try:
-    main()
-except Exception as error:
-    print(error)
-worker = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss  # begins at its parent's
-print(peak_resident_bytes() >> 20, worker >> 10)
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, "--input", str(tmp_path / name), "--output-prefix", str(tmp_path / "c"),
-         "--tokenizer-type", "byte", "--workers", "2", *flags], cwd=REPOSITORY, capture_output=True, text=True)
-    *said, peaks = done.stdout.splitlines()
-    own, worker = map(int, peaks.split())
-    return own + 2 * worker, "\n".join(said)
-
-
-def test_zeros_do_not_cost_their_size_in_memory(tmp_path: Path) -> None:
-    name = "a.jsonl.gz"
-    flags = ("--max-document-bytes", "4M", "--workers", "1")
-    peak, said = peak_of(tmp_path, 192, name, *flags)
-    base, _ = peak_of(tmp_path, 0, name, *flags)
-    assert peak < base + 100 and re.search(rf"{name}:(9|10) more than 4194304 bytes", said), (peak, base, said)
+def peak_of(tmp_path: Path, *flags: str) -> int:
+    """Megabytes of the process."""
+    code = "from data.preprocess import main\nfrom megatron.host_memory import peak_resident_bytes\nmain()\n" \
+           "print(peak_resident_bytes() >> 20)"
+    return int(subprocess.run(
+        [sys.executable, "-c", code, "--output-prefix", str(tmp_path / "c"), "--tokenizer-type", "byte", *flags],
+        cwd=REPOSITORY, capture_output=True, text=True, check=True).stdout)
 
 
 @pytest.mark.parametrize("end", [b"", b"\xff"], ids=["good", "bad"])
 def test_a_long_document_costs_no_memory_whether_it_is_skipped_or_not(tmp_path: Path, end: bytes) -> None:
     (tmp_path / "a.txt.gz").write_bytes(gzip.compress(b"some words " * (1 << 22), compresslevel=1) + gzip.compress(end))
     (tmp_path / "b.txt").write_text("words")
-    flags = ("--max-document-bytes", "4M", "--on-error", "skip", "--workers", "1", "--append-eod")
-    peak, _ = peak_of(tmp_path, None, "a.txt.gz", "--input", *(str(tmp_path / name) for name in ("a.txt.gz", "b.txt")),
-                      *flags)
-    assert IndexedCorpus(tmp_path / "c").sizes.tolist() == [11 << 22 | 1] * (end == b"") + [6]
-    base, _ = peak_of(tmp_path, 0, "c.txt.gz", *flags)
+    flags = ("--on-error", "skip", "--append-eod", "--input", str(tmp_path / "b.txt"))
+    base = peak_of(tmp_path, *flags)
+    peak = peak_of(tmp_path, *flags, str(tmp_path / "a.txt.gz"))
+    assert IndexedCorpus(tmp_path / "c").sizes.tolist() == [6] + [11 << 22 | 1] * (end == b"")
     assert peak < base + 40, (peak, base)
 
 
@@ -244,22 +165,6 @@ def test_json_over_several_lines_is_refused_with_what_to_do_and_that_works(tmp_p
     webtext.main(["read", "--format", "json", str(tmp_path / "a.json"), "--output", str(tmp_path / "out")])
     build_corpus([*(tmp_path / "out").glob("part-*.jsonl")], tmp_path / "c", BYTE)
     assert bytes(IndexedCorpus(tmp_path / "c").document(0)[:-1].astype("u1")) == b"one"
-    (tmp_path / "a.json").write_text(f"{OBJECT}\n{content}")
-    with pytest.raises(DataError, match=r"a.json not JSON: Extra data.*`jq -c \.` makes a line of each"):
-        webtext.main(["read", str(tmp_path / "a.json"), "--output", str(tmp_path / "other")])
-
-
-def test_utf_16_is_named(tmp_path: Path) -> None:
-    for name, encoding in (("a.jsonl", "utf-16-le"), ("a.txt", "utf-16-be")):
-        (tmp_path / name).write_bytes(("\ufeff" + LINE.decode() * 3).encode(encoding))
-        with pytest.raises(DataError, match=f"{name}:1 not UTF-8 but UTF-16, by its first bytes; convert"):
-            build_corpus([tmp_path / name], tmp_path / "c", BYTE)
-        with pytest.raises(DataError, match=f"{name}.* not UTF-8 but UTF-16, by its first bytes; convert"):
-            webtext.main(["read", str(tmp_path / name), "--output", str(tmp_path / "out")])
-    for name in ("a.jsonl", "a.txt"):
-        (tmp_path / name).write_bytes(b"\xff\xff words\n")
-        with pytest.raises(DataError, match=f"{name}.* not UTF-8: byte 0xff"):
-            webtext.main(["read", str(tmp_path / name), "--output", str(tmp_path / "out")])
 
 
 def test_a_stage_that_is_given_a_raw_folder_says_what_to_do(tmp_path: Path) -> None:

@@ -19,8 +19,8 @@ import pytest
 from data import importers, merge, preprocess, split_json
 from data.parallel import MAX_PENDING_PER_WORKER, call_within, ordered_map
 from data.sources import open_datasets
-from data.storage import (DataError, ResumableError, StorageFault, UsageError, check_outputs_are_not_inputs,
-                          make_folder, prefix_storage_errors, staged_file)
+from data.storage import (DataError, StorageFault, UsageError, check_outputs_are_not_inputs, make_folder,
+                          prefix_storage_errors, staged_file)
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import __main__ as webtext
 from data.writer import CorpusWriter
@@ -211,7 +211,7 @@ def test_the_map_gives_the_next_item_to_whoever_is_free_and_waits_for_the_slow_o
 
 
 def test_a_killed_worker_is_an_error_not_a_hang() -> None:
-    with pytest.raises(ResumableError, match="a worker process died"):  # so what was done is kept
+    with pytest.raises(DataError, match="a worker process died"):
         list(ordered_map(_pid_or_die, range(100), workers=2))
 
 

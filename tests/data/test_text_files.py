@@ -15,15 +15,14 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from data import importers, preprocess, text_files
-from data.importers import import_tokens, main, order_warnings
-from data.indexed import IndexedCorpus
+from data import importers, text_files
+from data.importers import import_tokens, main
 from data.preprocess import TextReadOptions, build_corpus
 from data.sources import Datasets, open_datasets
 from data.storage import DataError
 from data.text_files import Separator, read_text_chunks
 from data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer, Tokenizer, train_sentencepiece
-from tests.data.helpers import BYTE, Stop, documents_of, files_of
+from tests.data.helpers import BYTE, documents_of
 
 
 def documents_in(files: list[Path], separator: str | None = None, tokenizer: Tokenizer = BYTE,
@@ -146,61 +145,6 @@ def test_what_is_not_utf8_is_named_by_file_and_line_or_skipped_whole(tmp_path, m
         assert (progress.documents, skipped) == (kept, missing)
 
 
-# --------------------------------------------------------- a malformed part of a long document takes the others with it
-
-SIZE = 300
-SEPARATED = TextReadOptions(separator=Separator.parse("<|end|>"), append_eod=False)
-
-
-@pytest.fixture
-def small_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(text_files.read_text_chunks, "__defaults__", (None, "", SIZE))
-
-
-def words(seed: int, count: int) -> bytes:
-    rng = random.Random(seed)
-    return b" ".join(b"%s%d" % (rng.choice([b"cat", b"roof", b"day"]), rng.randrange(99)) for _ in range(count))
-
-
-def spoiled(document: bytes, places: list[float]) -> bytes:
-    for place in places:
-        at = int(len(document) * place)
-        document = document[:at] + b"\xff" + document[at + 1:]
-    return document
-
-
-LONG = words(1, 1000)
-DOCUMENTS = [words(2, 800), spoiled(LONG, [0.3, 0.5, 0.51]), b"short",
-             LONG + "\u00ff \U0001f600 ".encode() + spoiled(words(5, 400), [0.7]), b"after"]
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_a_document_too_long_to_be_cut_goes_in_all_its_parts(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(LONG + bytes(5000) + LONG)
-    (tmp_path / "b.txt").write_text("after")
-    reading = TextReadOptions(max_document_bytes=1000)
-    _, skipped = build_corpus([tmp_path / "a.txt", tmp_path / "b.txt"], tmp_path / "c", BYTE, reading,
-                              skip_malformed=True)
-    assert skipped == 1 and IndexedCorpus(tmp_path / "c").sizes.tolist() == [6]
-
-
-@pytest.mark.usefixtures("small_parts")
-def test_it_can_be_interrupted_before_and_after_it_takes_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(preprocess, "RESUME_POINT_BYTES", 1)
-    (tmp_path / "a.txt").write_bytes(b"<|end|>".join(DOCUMENTS))
-
-    def build(name: str) -> int:
-        return build_corpus([tmp_path / "a.txt"], tmp_path / name, BYTE, SEPARATED, skip_malformed=True)[1]
-
-    expected = build("whole")
-    for stop in (1, 4, 8, 11, 20, 30, 38):
-        Stop(monkeypatch, stop, KeyboardInterrupt())
-        with pytest.raises(KeyboardInterrupt):
-            build("c")
-        Stop(monkeypatch, -1, KeyboardInterrupt())
-        assert build("c") == expected and files_of(tmp_path / "c") == files_of(tmp_path / "whole")
-
-
 # ---- files of tokens -----------------------------------------------------------------------------------------------
 
 EOD = BYTE.eod
@@ -238,11 +182,10 @@ def test_documents_are_those_of_the_stream_whatever_its_shards_and_blocks(tmp_pa
         tokens = np.where(draw.random(count) < draw.choice([0.1, 0.5]), EOD, np.arange(count)).tolist()
         edges = [0, *sorted({int(edge) for edge in draw.integers(1, count + 1, draw.integers(0, 5))} - {count}), count]
         shards = [tokens[start:stop] for start, stop in pairwise(edges)]
-        if len(set(map(tuple, shards))) == len(shards):  # a copy is refused
-            make = draw.choice([nanogpt, llmc])
-            files = [make(tmp_path / f"{k}.bin", shard) for k, shard in enumerate(shards)]
-            import_tokens(files, tmp_path / f"c{i}", BYTE)
-            assert documents_of(tmp_path / f"c{i}") == plainly_cut(tokens)
+        make = draw.choice([nanogpt, llmc])
+        files = [make(tmp_path / f"{k}.bin", shard) for k, shard in enumerate(shards)]
+        import_tokens(files, tmp_path / f"c{i}", BYTE)
+        assert documents_of(tmp_path / f"c{i}") == plainly_cut(tokens)
 
 
 DAMAGED_HEADERS = [
@@ -274,19 +217,6 @@ def test_what_is_no_token_file_is_refused(tmp_path: Path) -> None:
     assert not [*tmp_path.glob("c.*"), *tmp_path.glob(".*")]
 
 
-def test_a_file_that_is_named_twice_is_refused(tmp_path: Path) -> None:
-    tokens = [EOD, *(k % 250 for k in range(1 << 18))]
-    path, near, link, copy = (tmp_path / name for name in ("a.bin", "near.bin", "link.bin", "copy.bin"))
-    copy.write_bytes(llmc(path, tokens).read_bytes())
-    link.symlink_to(path)
-    tokens[len(tokens) // 2] = 251
-    llmc(near, tokens)
-    for other, what in ((path, "the same file as"), (link, "the same file as"), (copy, "a copy of")):
-        with pytest.raises(DataError, match=f"{other}: is {what} {path}: every token would be there twice"):
-            import_tokens([path, near, other], tmp_path / "c", BYTE)
-    import_tokens([path, near], tmp_path / "c", BYTE)
-
-
 def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path, monkeypatch):
     monkeypatch.setattr(importers, "BLOCK_ENTRIES", 3)
     good = llmc(tmp_path / "good.bin", [EOD, 1, 2])
@@ -295,23 +225,6 @@ def test_an_id_of_another_tokenizer_is_told_with_its_file_and_place(tmp_path, mo
                                         r"was it made with another tokenizer\? \(--tokenizer-type\)"):
         import_tokens([good, bad], tmp_path / "c", BYTE)
     assert sorted(os.listdir(tmp_path)) == ["bad.bin", "good.bin"]
-
-
-def test_files_that_may_not_be_one_stream_in_order_are_told(tmp_path: Path) -> None:
-    shards = {k: llmc(tmp_path / f"train_{k}.bin", [EOD, k]) for k in (1, 2, 10)}
-    none = nanogpt(tmp_path / "n.bin", [1, 2, EOD])
-    begins = nanogpt(tmp_path / "begins.bin", [EOD, 3])
-    inside = llmc(tmp_path / "inside.bin", [3, EOD, 4])
-    for files, said in (
-            ([inside, shards[1]], f"{inside}: has a header of llm.c, "), ([shards[1], shards[2], shards[10]], ""),
-            ([none, nanogpt(tmp_path / "2.bin", [4, EOD])], ""),
-            ([shards[1], shards[10], shards[2]], f"{shards[2]}: comes after {shards[10]}: are the"),
-            ([shards[1], none], f"{shards[1]}: has a header of llm.c, and {none} has none"),
-            ([none, llmc(tmp_path / "i.bin", [3])], f"{none}: has no header, and {tmp_path}/i.bin has "),
-            ([none, begins], f"{none}: ends with the end-of-document id, and {begins} begins with it")):
-        import_tokens(files, tmp_path / "out" / "c", BYTE)
-        lines = order_warnings(files, BYTE.eod)
-        assert len(lines) == bool(said) and "".join(lines).startswith(said)
 
 
 def test_the_command_and_train_data_read_the_same(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

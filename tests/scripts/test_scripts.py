@@ -362,9 +362,10 @@ def test_before_anything_is_trained_a_line_says_how(repository):
         assert result.stderr.startswith("error: nothing is trained in") and words in result.stderr
 
 
-def test_a_sample_is_made_where_no_file_of_a_web_corpus_is_named_and_other_arguments_go_through(repository):
+def test_the_default_corpus_is_read_where_no_file_of_a_web_corpus_is_named_and_other_arguments_go_through(repository):
     (repository / "data" / "webtext").mkdir()
-    for name in ("__init__.py", "__main__.py", "sample.py"):
+    (repository / "data" / "default_corpus.py").write_text("import sys\nprint(*sys.argv[1:], file=sys.stderr)\n")
+    for name in ("__init__.py", "__main__.py"):
         (repository / "data" / "webtext" / name).write_text("" if name == "__init__.py" else SAY)
 
     def asked(*arguments: str, **settings: str) -> tuple[list[list[str]], str]:
@@ -374,10 +375,9 @@ def test_a_sample_is_made_where_no_file_of_a_web_corpus_is_named_and_other_argum
     runs, corpus = f"{repository}/runs/webtext", f"{repository}/data/webtext/corpus"
     for arguments in ([], ["--workers", "3"]):
         said, advice = asked(*arguments)
-        assert said == [["--output-dir", f"{runs}/sample"],
-                        ["run", "--output", f"{runs}/stages", "--output-prefix", corpus, f"{runs}/sample", "--on-error",
-                         "replace", *arguments]]
-        assert "--train-data webtext " in advice
+        assert said == [["run", "--output", f"{runs}/stages", "--output-prefix", corpus,
+                         f"{runs}/sample/corpus.jsonl", *arguments]]
+        assert f"--output-dir {runs}/sample\n" in advice and "--train-data webtext " in advice
     arguments = ["my crawl/", "$(touch x).jsonl", "--skip", "language", "--on-error", "strict"]
     (said,), advice = asked(*arguments, RUNS="/some/runs", WEBTEXT_PREFIX="/some/corpus")
     assert said == ["run", "--output", "/some/runs/webtext/stages", "--output-prefix", "/some/corpus", *arguments]

@@ -22,7 +22,7 @@ def make(drop: str = "drop", fail: str = "fail") -> DocumentFunction:
     return shout
 
 
-def reverse(inputs: Sequence[Path], output: Path, workers: int, share: tuple[int, int]) -> Iterator[DocumentCounts]:
+def reverse(inputs: Sequence[Path], output: Path, workers: int) -> Iterator[DocumentCounts]:
     """All documents in one shard, the last first."""
     lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
     counts = DocumentCounts()

@@ -14,10 +14,10 @@ from pathlib import Path
 import pytest
 
 from data.indexed import IndexedCorpus
-from data.storage import DataError
+from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
 from data.webtext import split
-from data.webtext.__main__ import main
+from data.webtext.__main__ import GLOBAL_STAGES, main
 from data.webtext.documents import NUM_SAMPLES, SAMPLE_CHARACTERS, Document, DocumentCounts, shard_name
 from tests.data.helpers import in_a_fork
 from tests.data.webtext.test_filters import TEXTS
@@ -88,15 +88,15 @@ def test_what_comes_out_is_what_should(whole: Path) -> None:
     assert sum(corpus["documents"] for corpus in report["corpora"]) == 42
 
 
-def test_the_report_says_the_same_as_text_and_as_a_page(whole: Path) -> None:
-    text, page = (whole / "report.txt").read_text(), (whole / "report.html").read_text()
+def test_the_report_is_a_table_and_shows_texts_of_each_reason(whole: Path) -> None:
+    text, details = (whole / "report.txt").read_text(), (whole / "report.json").read_text()
     assert re.search(r"urls +48 +45 +93.8 %", text) and re.search(r"exact copy +-1", text)
-    assert page.count('<div class="bars">') == 3 and "dedup: exact copy" in page
-    assert "48 documents in, 42 kept" in page
-    for sample in ("http://imgur.com/a The", f"http://example.net/copy {article(0)[:100]}", TEXTS["de"][:100],
-                   "<blockquote>short</blockquote>", "expected text, found a number"):
-        assert sample in page, "of each reason"
-    assert str(whole.parent) not in text + page + (whole / "report.json").read_text()
+    samples = [sample for stage in json.loads(details)["stages"] for found in stage["samples"].values()
+               for sample in found.values()]
+    for expected in ("http://imgur.com/a The", f"http://example.net/copy {article(0)[:100]}", TEXTS["de"][:100],
+                     "short", "key 'text': expected text, found a number"):
+        assert any(sample.strip().startswith(expected) for sample in samples), "of each reason"
+    assert str(whole.parent) not in text + details
 
 
 def test_workers_and_a_second_run_change_nothing(raw, whole, tmp_path, capsys):
@@ -122,21 +122,15 @@ def test_stages_by_hand_on_two_machines_end_in_the_same_documents(raw: Path, who
     for k in (0, 1):
         main(["urls", str(raw), "--output", str(tmp_path / f"u{k}"), "--shard", f"{k}/2", *flags])
     main(["merge", str(tmp_path / "u0"), str(tmp_path / "u1"), "--output", str(tmp_path / "u")])
-    for k in (0, 1):
-        main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / f"q{k}"), "--shard", f"{k}/2", *flags])
-    main(["merge", str(tmp_path / "q1"), str(tmp_path / "q0"), "--output", str(tmp_path / "q")])
-    main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / "one"), *flags])
-    assert contents(tmp_path / "q") == contents(tmp_path / "one")
+    main(["unique", str(tmp_path / "u"), "--output", str(tmp_path / "q"), *flags])
     by_hand = [json.loads(line)["text"] for path in sorted((tmp_path / "q").glob("part-*"))
                for line in path.read_bytes().splitlines()]
     at_once = [json.loads(line)["text"] for path in sorted((whole / "1-urls").glob("part-*"))
                for line in path.read_bytes().splitlines()]
     assert by_hand == at_once
-    for k in (0, 1):
-        main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d"), "--shard", f"{k}/2", *flags])
-    main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d"), *flags])
-    main(["dedup", str(tmp_path / "q"), "--output", str(tmp_path / "d2"), *flags])
-    assert contents(tmp_path / "d") == contents(tmp_path / "d2")
+    for stage in GLOBAL_STAGES:
+        with pytest.raises(UsageError, match="unknown flag --shard"):
+            main([stage, str(tmp_path / "q"), "--output", str(tmp_path / "d"), "--shard", "0/2", *flags])
 
 
 def test_a_corpus_of_nothing_is_an_error(tmp_path: Path) -> None:
@@ -206,17 +200,11 @@ def files_of(folder: Path) -> dict[str, bytes]:
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("part-*")}
 
 
-def shuffle(paths: list[Path], out: Path, workers: int = 1, share: tuple[int, int] = (0, 1), **options: int
-            ) -> DocumentCounts:
-    return sum(split.run_shuffle(paths, out, workers, share, **options), DocumentCounts())
+def shuffle(paths: list[Path], out: Path, workers: int = 1, **options: int) -> DocumentCounts:
+    return sum(split.run_shuffle(paths, out, workers, **options), DocumentCounts())
 
 
-def split_into(shards: list[Path], out: Path, shares: str, method: str, workers: int = 1,
-               share: tuple[int, int] = (0, 1)) -> DocumentCounts:
-    return sum(split.run_split(shards, out, workers, share, shares=shares, method=method), DocumentCounts())
-
-
-def test_the_order_is_that_of_the_keys_whatever_memory_shards_and_machines(tmp_path: Path) -> None:
+def test_the_order_is_that_of_the_keys_whatever_memory_and_shards(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [100, 0, 333, 67])
     counts = shuffle(shards, tmp_path / "a", seed=5)
     keys = list(islice(split.shuffle_keys(5), 500))
@@ -228,31 +216,17 @@ def test_the_order_is_that_of_the_keys_whatever_memory_shards_and_machines(tmp_p
     assert files_of(tmp_path / "a") == files_of(tmp_path / "b")
     shuffle(shards, tmp_path / "c", seed=5, shards=7)
     assert numbers_of(tmp_path / "a") == numbers_of(tmp_path / "c")
-    for machine in range(3):
-        shuffle(shards, tmp_path / "d", share=(machine, 3), seed=5, shards=7, memory=9999)
-    assert files_of(tmp_path / "c") == files_of(tmp_path / "d")
-
-
-def test_nothing_to_shuffle_and_more_machines_than_shards(tmp_path: Path) -> None:
     shuffle([], tmp_path / "none")
     assert files_of(tmp_path / "none") == {shard_name(0): b""}
-    shards = write_shards(tmp_path / "in", [5])
-    for machine in range(3):
-        shuffle(shards, tmp_path / "out", share=(machine, 3))
-    assert sorted(numbers_of(tmp_path / "out")) == list(range(5))
 
 
-@pytest.mark.parametrize("method", split.SPLIT_METHODS)
-def test_every_document_is_in_one_part_in_order_for_any_workers_and_machines(method: str, tmp_path: Path) -> None:
+def test_every_document_is_in_one_part_in_order_for_any_workers(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [500, 0, 700])
-    assert split_into(shards, tmp_path / "out", "80,15,5", method).documents_kept == 1200
+    for name, workers in (("out", 1), ("two", 2)):
+        counts = sum(split.run_split(shards, tmp_path / name, workers, shares="80,15,5"), DocumentCounts())
+        assert counts.documents_kept == 1200
     found = [numbers_of(tmp_path / "out" / part) for part in split.PARTS]
     assert sorted(sum(found, [])) == list(range(1200)) and all(part == sorted(part) for part in found)
-    if method == "count":
-        assert found == [list(range(960)), list(range(960, 1140)), list(range(1140, 1200))]
-    else:
-        for part, share in zip(found, (0.80, 0.15, 0.05)):
-            assert abs(len(part) - 1200 * share) < 4 * (1200 * share * (1 - share)) ** 0.5
-    for machine in range(2):
-        split_into(shards, tmp_path / "two", "80,15,5", method, 1 + machine, (machine, 2))
+    for part, share in zip(found, (0.80, 0.15, 0.05)):
+        assert abs(len(part) - 1200 * share) < 4 * (1200 * share * (1 - share)) ** 0.5
     assert files_of(tmp_path / "out") == files_of(tmp_path / "two")

@@ -9,7 +9,6 @@ import lzma
 import os
 import random
 from collections.abc import Callable
-from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -226,7 +225,7 @@ def test_names_that_say_nothing_are_refused_alone_and_left_out_of_folders(tmp_pa
         (tmp_path / name).write_text('{"text": "a"}\n')
     sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl", "c.JSONL"]
-    assert notes == [f"{tmp_path.name}: left out: 1 hidden, 1 of unknown kind (b.dat)"]
+    assert notes == [f"{tmp_path.name}: left out: 1 hidden, 1 other (b.dat)"]
     with pytest.raises(DataError, match="b.dat: its name does not say what it holds.*--format"):
         find_source_files([tmp_path / "b.dat"])
     assert find_source_files([tmp_path / "b.dat"], "jsonl")[0][0].format == "jsonl"
@@ -245,15 +244,13 @@ def test_a_pipe_is_refused_where_a_file_is_read_twice(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "a"}\n')
     sources, notes = find_source_files([tmp_path])
     assert [source.name for source in sources] == ["a.jsonl"]
-    assert notes == [f"{tmp_path.name}: left out: a pipe ({tmp_path}/p.jsonl)"]
+    assert notes == [f"{tmp_path.name}: left out: 1 other ({tmp_path}/p.jsonl)"]
 
 
 def test_what_is_nested_too_deeply_is_a_fault() -> None:
-    for depth, mend in product((120, 900, 100_000), (False, True)):
-        for line in (b"[" * depth + b'"y"' + b"]" * depth, b"[" * depth + b'"\\ud800"' + b"]" * depth,
-                     b'{"k":' * depth + b'"\\ud800"' + b"}" * depth):
-            with pytest.raises(DocumentError, match="not JSON we can read"):
-                parse_json_line(b'{"text": "a", "x": ' + line + b"}", repair=mend)
+    for opening, closing, mend in ((b"[", b"]", False), (b'{"k":', b"}", True)):
+        with pytest.raises(DocumentError, match="not JSON we can read: nested too deeply"):
+            parse_json_line(b'{"text": "a", "x": ' + opening * 100_000 + b'"y"' + closing * 100_000 + b"}", repair=mend)
 
 
 # ---------------------------------------------------------------------------------------------------------------- lines

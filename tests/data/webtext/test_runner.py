@@ -19,7 +19,7 @@ from data.sources import cached_corpus
 from data.split_json import main as split_json_main
 from data.storage import DataError, UsageError
 from data.tokenizer import ByteLevelTokenizer
-from data.webtext import dedup, runner, split
+from data.webtext import runner, split
 from data.webtext.__main__ import main, tokenize_part
 from data.webtext.readers import WebReadOptions, shards_of_stage
 from data.webtext.runner import (GlobalStage, StageRunOptions, merge_shares, read_stage_record, run_global_stage,
@@ -246,10 +246,11 @@ def test_a_stage_killed_at_every_second_point_while_it_takes_the_place_of_anothe
         assert in_a_fork(lambda: run("shuffle", "old", "--output", "out"), stop) == -1
         assert Path("out/mine/part-00000.jsonl").read_text() == "precious\n"
         shutil.rmtree("out/mine")
-        if read_stage_record(Path("out/stage.json")):
+        record = read_stage_record(Path("out/stage.json"))
+        if record and record.is_complete_in(Path("out")):
             assert contents(Path("out")) in (contents(Path("old")), contents(Path("new"))), stop
         else:
-            with pytest.raises(DataError, match="not complete|no file to read"):
+            with pytest.raises(DataError, match="not complete|no file to read|bytes .stage.json., found no file"):
                 run("clean", "out", "--output", "next")
         shutil.copytree("out", "third")
         run("shuffle", "old", "--output", "out")
@@ -279,7 +280,6 @@ def test_a_merge_takes_what_the_shares_list_and_refuses_a_shard_that_changed(cur
 
 BYTE = ByteLevelTokenizer()
 SPLIT = GlobalStage("split", split.run_split, {"shares": "8,1,1"})
-DEDUP = GlobalStage("dedup", dedup.run_dedup, {}, dedup.write_signatures)
 
 
 @pytest.fixture
@@ -310,8 +310,6 @@ READERS: dict[str, Callable[[Path, Path], object]] = {
     "a map stage": lambda stage, out: run_map_stage(SHOUT, [stage], out, run_options=SMALL),
     "with workers": lambda stage, out: run_map_stage(SHOUT, [stage], out, run_options=replace(SMALL, workers=2)),
     "a global stage": lambda stage, out: run_global_stage(REVERSE, [stage], out),
-    "a share of one": lambda stage, out: run_global_stage(SPLIT, [stage], out, replace(SMALL, shard=(0, 2))),
-    "a share that is prepared": lambda stage, out: run_global_stage(DEDUP, [stage], out, replace(SMALL, shard=(1, 2))),
     "tokens of the pipeline": lambda stage, out: tokenize_part(stage, "train", out, BYTE, 1),
     "data.preprocess": lambda stage, out: preprocess(
         ["--input", str(stage), "--output-prefix", str(out), "--tokenizer-type", "byte"]),
