@@ -18,4 +18,4 @@ if [[ $# -eq 0 || "$1" == -* ]]; then
 fi
 python -m data.webtext run --output "$FOLDER/stages" --output-prefix "${WEBTEXT_PREFIX:-$ROOT/data/webtext/corpus}" "$@"
 CORPUS="${WEBTEXT_PREFIX:-webtext}"  # the name `webtext` would need the variable again
-say "report: $FOLDER/stages/report.txt; to train on it: --train-data $CORPUS --tokenizer-type GPT2BPETokenizer"
+say "report: $FOLDER/stages/report.html; to train on it: --train-data $CORPUS --tokenizer-type GPT2BPETokenizer"

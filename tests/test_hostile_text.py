@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Callable
 from html.parser import HTMLParser
+from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
@@ -159,11 +160,19 @@ def of_the_report(text: str) -> str:
     return report_page([history, history], [f"{text}: note"])
 
 
+def of_the_webtext_report(text: str) -> str:
+    counts = DocumentCounts(2, 10, 1, 5)
+    counts.dropped[text], counts.dropped_bytes[text], counts.samples = 1, 5, {text: {"0": text}, "kept": {"0": text}}
+    return report.html_page([StageRecord({"stage": text}, counts, ())], [{"name": text, "documents": 1, "tokens": 1,
+                                                                         "tokenizer": text}])
+
+
 def test_a_page_has_the_same_elements_whatever_it_shows() -> None:
-    for text in TEXTS.values():
-        found = Elements(of_the_report(text))
-        assert found.found == Elements(of_the_report("plain")).found, text
-        assert not any(ord(character) in FORBIDDEN for character in found.text.replace("\n", "")), text
+    for made, text in product((of_the_report, of_the_webtext_report), TEXTS.values()):
+        found = Elements(made(text))
+        assert found.found == Elements(made("plain")).found, text
+        if made is of_the_report:
+            assert not any(ord(character) in FORBIDDEN for character in found.text.replace("\n", "")), text
 
 
 def test_the_page_of_the_server_writes_text_only() -> None:

@@ -134,8 +134,8 @@ def build_quality(args: argparse.Namespace) -> Stage:
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
-    return MapStage("decontaminate", filters.make_decontaminate, {"files": args.evaluation},
-                    files=tuple(args.evaluation))
+    parameters = {"files": args.evaluation, "mode": args.decontaminate}
+    return MapStage("decontaminate", filters.make_decontaminate, parameters, files=tuple(args.evaluation))
 
 
 STAGES = {
@@ -174,8 +174,9 @@ STAGES = {
         lambda args: GlobalStage("dedup", dedup.run_dedup, {
             "threshold": args.threshold, "near": not args.exact_only, "memory": args.memory})),
     "decontaminate": StageCommand("leave out evaluation text", {
-        "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"}},
-        build_decontaminate),
+        "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
+        "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
+                            "help": "documents, or the passages in them (default: drop)"}}, build_decontaminate),
     "shuffle": StageCommand("a random order", SEED_FLAG, lambda args: GlobalStage(
         "shuffle", split.run_shuffle, {"seed": args.seed, "shards": None, "memory": args.memory})),
     "split": StageCommand("training, validation and test", {

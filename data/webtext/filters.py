@@ -15,7 +15,8 @@ ISO 639-1, or 639-3 where a language has no two-letter code.
 
 `decontaminate` removes evaluation text: documents that share 13 consecutive words (minhash.py) with an evaluation file.
 A *passage* is one string of a JSON file, or a whole text file; a passage of 8 to 12 words is one n-gram of that length,
-shorter ones are ignored.
+shorter ones are ignored. `cut` removes the shared words with `CUT_MARGIN` characters on both sides, where the rest of
+the evaluation text or its answer may be, and joins the rest; it drops a document of which too little is left.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ from data.compressed import open_decompressed, strip_compression_suffix
 from data.storage import DataError, UsageError, check_is_file, parse_error_text
 from data.tokenizer import GPT2BPETokenizer
 from data.webtext.documents import Document, DocumentFunction, DroppedDocument
-from data.webtext.minhash import HashArray, hash_words, ngram_hashes
+from data.webtext.minhash import HashArray, HashedWords, hash_words, ngram_hashes
 
 _FORBIDDEN = re.compile(r"[\s\x00-\x20\x7f<>\"{}|\\^`]")
 _LABEL = re.compile(r"[^\W_](?:[\w-]{0,61}[^\W_])?")
@@ -284,32 +285,56 @@ def text_samples(text: str) -> list[str]:
 
 NGRAM_WORDS = 13
 MIN_NGRAM_WORDS = 8
+CUT_MARGIN = 200
+MIN_PART_CHARACTERS = 200  # minimum characters of a part kept beside a cut
+MAX_CUTS = 10
+MODES = ("drop", "cut")
+
 # N-gram length -> sorted hashes, which are held in memory, since evaluation sets are small.
 EvaluationNgrams = Mapping[int, HashArray]
 
 
-def make_decontaminate(files: Sequence[str]) -> DocumentFunction:
+def make_decontaminate(files: Sequence[str], mode: str = MODES[0]) -> DocumentFunction:
     evaluation = read_evaluation_ngrams(files)
 
     def decontaminate(document: Document) -> Document | DroppedDocument:
-        shared = count_shared_ngrams(hash_words(document.text).hashes, evaluation)
+        words = hash_words(document.text)
+        shared = shared_ngrams(words, evaluation)
         if not shared:
             return document
-        amount = "1 run" if shared == 1 else "2 to 9 runs" if shared < 10 else "10 runs or more"
-        return DroppedDocument(f"evaluation text: {amount}")
+        amount = "1 run" if len(shared) == 1 else "2 to 9 runs" if len(shared) < 10 else "10 runs or more"
+        if mode == "drop":
+            return DroppedDocument(f"evaluation text: {amount}")
+        cuts: list[tuple[int, int]] = []  # character ranges: shared n-grams with margins, merged if they overlap
+        for first, length in shared:
+            start, stop = int(words.starts[first]) - CUT_MARGIN, int(words.stops[first + length - 1]) + CUT_MARGIN
+            if cuts and start <= cuts[-1][1]:
+                cuts[-1] = cuts[-1][0], max(stop, cuts[-1][1])
+            else:
+                cuts.append((start, stop))
+        # Parts go from the first word after a cut to the last word before the next.
+        after = np.searchsorted(words.starts, [stop for _, stop in cuts])
+        before = np.searchsorted(words.stops, [start for start, _ in cuts], "right")
+        starts = [0, *np.append(words.starts, len(document.text))[after]]
+        stops = [*np.append(0, words.stops)[before], len(document.text)]
+        parts = [document.text[start:stop].strip() for start, stop in zip(starts, stops)
+                 if stop - start >= MIN_PART_CHARACTERS]
+        if len(cuts) > MAX_CUTS or not parts:
+            return DroppedDocument(f"evaluation text: {amount}, too little left")
+        return Document("\n\n".join(parts), document.url, {**document.meta, "evaluation_runs_cut": len(shared)})
 
     return decontaminate
 
 
-def count_shared_ngrams(words: HashArray, evaluation: EvaluationNgrams) -> int:
-    """The number of the document's n-grams that are in an evaluation file."""
-    shared = 0
+def shared_ngrams(words: HashedWords, evaluation: EvaluationNgrams) -> list[tuple[int, int]]:
+    """(first word, length) of the document's n-grams that are in an evaluation file, in order."""
+    shared = []
     for length, numbers in evaluation.items():
-        own = ngram_hashes(words, length)
+        own = ngram_hashes(words.hashes, length)
         place = np.searchsorted(numbers, own)
         place[place == len(numbers)] = 0
-        shared += int((numbers[place] == own).sum())
-    return shared
+        shared += [(first, length) for first in np.flatnonzero(numbers[place] == own).tolist()]
+    return sorted(shared)
 
 
 def read_evaluation_ngrams(files: Sequence[str]) -> EvaluationNgrams:

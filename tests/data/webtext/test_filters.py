@@ -23,12 +23,12 @@ from data.webtext import extract, filters
 from data.webtext.__main__ import build_language, build_parser
 from data.webtext.dedup import run_unique
 from data.webtext.documents import Document, DocumentCounts, DroppedDocument
-from data.webtext.filters import (MAX_SAMPLES, NGRAM_WORDS, SAMPLE_CHARACTERS, WINDOW_CHARACTERS, count_shared_ngrams,
-                                  language_scores, make_decontaminate, read_evaluation_ngrams, read_passages,
-                                  text_samples)
+from data.webtext.filters import (CUT_MARGIN, MAX_SAMPLES, MIN_PART_CHARACTERS, NGRAM_WORDS, SAMPLE_CHARACTERS,
+                                  WINDOW_CHARACTERS, language_scores, make_decontaminate, read_evaluation_ngrams,
+                                  read_passages, shared_ngrams, text_samples)
 from data.webtext.minhash import hash_words
 from data.webtext.runner import MapStage
-from tests.data.webtext.planted import EVALUATION, babble
+from tests.data.webtext.planted import EVALUATION, babble, plant
 
 ftfy = pytest.importorskip("ftfy")
 
@@ -181,6 +181,22 @@ def evaluation(tmp_path: Path) -> str:
     return str(tmp_path / "eval.jsonl")
 
 
+def test_cutting_takes_the_passage_and_its_margin_and_leaves_the_rest(evaluation: str) -> None:
+    stage = make_decontaminate((evaluation,), "cut")
+    for page in plant(1, originals=10, words=150):
+        result = stage(Document(page.text, "u", {"k": 1}))
+        if page.kind == "contaminated":
+            assert isinstance(result, Document) and result.url == "u"
+            assert result.meta == {"k": 1, "evaluation_runs_cut": len(EVALUATION.split()) - NGRAM_WORDS + 1}
+            assert not shared_ngrams(hash_words(result.text), read_evaluation_ngrams([evaluation]))
+            parts = result.text.split(" " + EVALUATION.upper()[:5])[0].split("\n\n")
+            assert page.text.startswith(parts[0]) and page.text.endswith(parts[-1])
+            lost = len(page.text) - len(result.text) - len(EVALUATION)
+            assert 2 * CUT_MARGIN - 4 <= lost <= 2 * CUT_MARGIN + 60  # to the next whole word on either side
+        else:
+            assert isinstance(result, Document) and result.text == page.text and result.meta == {"k": 1}
+
+
 def test_what_is_shared_is_what_a_search_over_strings_finds(tmp_path: Path) -> None:
     rng = random.Random(2)
     texts = [" ".join(rng.choices("abcd", k=rng.randint(0, 60))) for _ in range(40)]
@@ -196,9 +212,9 @@ def test_what_is_shared_is_what_a_search_over_strings_finds(tmp_path: Path) -> N
     for _ in range(200):
         text = " ".join([*rng.choices("abcd", k=30), rng.choice(texts), *rng.choices("ab", k=5)])
         plain = re.findall(r"\w+", text.lower())
-        assert count_shared_ngrams(hash_words(text).hashes, runs) == sum(
-            first + length <= len(plain) and tuple(plain[first:first + length]) in looked_for
-            for first in range(len(plain)) for length in range(8, NGRAM_WORDS + 1))
+        expected = [(first, length) for first in range(len(plain)) for length in range(8, NGRAM_WORDS + 1)
+                    if first + length <= len(plain) and tuple(plain[first:first + length]) in looked_for]
+        assert shared_ngrams(hash_words(text), runs) == expected
 
 
 DISGUISES: list[tuple[Callable[[str], str], bool]] = [
@@ -213,6 +229,16 @@ def test_disguises(evaluation: str) -> None:
     for change, is_found in DISGUISES:
         result = stage(Document("Before it. " + change(EVALUATION) + " After it."))
         assert isinstance(result, DroppedDocument) == is_found
+
+
+def test_scraps_are_not_kept(evaluation: str) -> None:
+    stage, rng = make_decontaminate((evaluation,), "cut"), random.Random(3)
+    for text in (EVALUATION, "x " * (CUT_MARGIN // 2) + EVALUATION,
+                 f"{'y' * (CUT_MARGIN + MIN_PART_CHARACTERS - 20)} {EVALUATION}"):
+        assert stage(Document(text)) == DroppedDocument("evaluation text: 10 runs or more, too little left")
+    many = " ".join(f"{babble(rng, 200)} {EVALUATION}" for _ in range(11))
+    assert isinstance(stage(Document(many)), DroppedDocument)
+    assert isinstance(stage(Document(many[:-len(EVALUATION)])), Document)
 
 
 def test_evaluation_files_of_every_kind_hold_the_same_passages(tmp_path: Path) -> None:
