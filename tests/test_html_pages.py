@@ -44,4 +44,4 @@ def test_each_colour_is_a_pair_of_light_and_dark_and_nothing_is_wider_than_a_pho
 def test_no_other_file_of_the_product_writes_a_stylesheet() -> None:
     files = [path for package in ("data", "megatron", "mpu") for path in Path(ROOT, package).rglob("*")]
     found = {path.name for path in files if path.suffix in (".py", ".html") and "<style" in path.read_text("utf-8")}
-    assert found == {"html_page.py", "page.html", "sample.py"}, "sample.py makes pages of a small web"
+    assert found == {"html_page.py", "page.html"}
