@@ -9,7 +9,6 @@ On another layout random streams are derived from the seed and the step; all oth
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -127,7 +126,7 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
         "tied": tied_tensor_names(engine.module, core.all_buckets),
         "loop": {"global_samples": engine.global_samples,
                  "train_batch_size": batch_size if batch_is_set else None,
-                 "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
+                 "epoch": epochs.epoch if isinstance(epochs, EpochDataLoader) else None},
         "client_state": dict(client_state)}
     return agree(root, tag, tensors=tensors + errors, rank_state={"rng": capture_rng()} if rng else {},
                  shared_state=shared, config=engine.config.as_dict(), layout=engine.layout, world=engine.groups.world,
@@ -340,16 +339,11 @@ def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def check_param_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[ParamGroup], where: str) -> None:
-    """Raise CheckpointError unless saved values have the types of the groups' values and are finite."""
+    """Raise CheckpointError if the number of groups differs."""
     if len(saved) != len(groups):
         raise CheckpointError(
             f"{where} holds the hyper-parameters of {len(saved)} param groups, the optimizer has {len(groups)}: give "
             "it the same groups, or load_optimizer_states=False and load_lr_scheduler_states=False")
-    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
-        for name, value in values.items():
-            if name in group and not _is_same_kind(group[name], value):
-                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
-                                      f"of {group[name]!r:.80}")
 
 
 def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -366,19 +360,6 @@ def _is_serializable(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_serializable, value))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
-
-
-def _is_same_kind(current: Any, value: Any) -> bool:
-    if current is None or value is None:
-        return True
-    if isinstance(current, list | tuple):
-        return (isinstance(value, list | tuple) and len(value) == len(current)
-                and all(map(_is_same_kind, current, value)))
-    if isinstance(current, str):
-        return isinstance(value, str)
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 # ---- 1-bit error feedback --------------------------------------------------------------------------------------------
