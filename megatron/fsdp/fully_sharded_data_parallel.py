@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import wraps
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -244,28 +245,26 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
             shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
             with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
         """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
-        ranks = sorted(metadata["rank"] for metadata in shard_metadata)
+        shards = sorted(zip(shard_metadata, shard_weights, strict=True), key=lambda shard: shard[0]["rank"])
+        ranks = [metadata["rank"] for metadata, _ in shards]
         expected = list(range(shard_metadata[0]["ranks"])) if shard_metadata else [0]
         if ranks != expected:
             raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
         whole: OrderedDict[str, Any] = OrderedDict()
-        vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
-        filled: dict[str, int] = {}
-        for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
-            for name, value in weights.items():
-                location = metadata["params"].get(name)
-                if location is None:
-                    if with_module_buffers and (name not in whole or metadata["rank"] == 0):
-                        whole[name] = value
-                    continue
-                if name not in whole:
-                    whole[name] = torch.empty(location["shape"], dtype=value.dtype)
-                whole[name].view(-1)[location["offset"] : location["offset"] + location["numel"]] = value
-                filled[name] = filled.get(name, 0) + location["numel"]
-        short = [name for name, count in filled.items() if count != whole[name].numel()]
-        if short and strict:
-            raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of "
-                              f"{whole[short[0]].numel()} elements: the state dicts are not of one model at one time")
+        metadata, first = shards[0]
+        vars(whole).update(getattr(first, "__dict__", {}))  # torch's metadata
+        for name, value in first.items():
+            location = metadata["params"].get(name)
+            if location is None:
+                if with_module_buffers:
+                    whole[name] = value
+                continue
+            flat = torch.cat([weights[name] for _, weights in shards if name in weights])  # in the order of the ranks
+            if flat.numel() == prod(location["shape"]):
+                whole[name] = flat.view(location["shape"])
+            elif strict:
+                raise ConfigError(f"consolidate_shard_weights: {name} has {flat.numel()} of {prod(location['shape'])} "
+                                  "elements: the state dicts are not of one model at one time")
         return whole
 
     # ---- training -----------------------------------------------------------------------------------------------
