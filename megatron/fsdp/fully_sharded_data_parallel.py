@@ -183,11 +183,10 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         None on the others. Collective."""
         prepare_all_ranks(self.module, "gather_full_optim_state_dict()")
         collects = recipient_rank in (None, require_fsdp_state(self.module).root.dp.rank)
+        states = dict(gather_full_states(optim, buckets_of(self.module), collects=collects))
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        number = {id(one): index for index, one in enumerate(params_of(optim))}
-        state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
-            optim, buckets_of(self.module), collects=collects)}
-        return {"state": dict(sorted(state.items())), "param_groups": optim.state_dict()["param_groups"],
+        return {"state": {index: states[one] for index, one in enumerate(params_of(optim)) if one in states},
+                "param_groups": optim.state_dict()["param_groups"],
                 "names": [names.get(id(one), "") for one in params_of(optim)]} if collects else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:

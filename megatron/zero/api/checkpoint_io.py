@@ -252,18 +252,31 @@ def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoin
     checkpoint.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition, tp.rank, tp.size), offset, out)
 
 
-def check_buffers(module: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> None:
-    """Raise CheckpointError unless the persistent buffers have the model's shapes and, with `strict`, its names."""
-    buffers, saved = persistent_buffers(module), checkpoint.shared_state["buffers"]
-    known = {name for name, _ in module.named_buffers()}  # some tags also hold those that are not persistent
-    for what, names in (("not in the checkpoint", buffers.keys() - saved), ("not in the model", saved.keys() - known)):
-        if names and strict:
-            raise CheckpointError(f"{checkpoint.label} is of another model: {len(names)} buffers are {what}, "
-                                  f"{min(names)} first; give the model it was saved from")
-    for name, buffer in buffers.items():
-        if name in saved and saved[name].shape != buffer.shape:
-            raise CheckpointError(f"{checkpoint.label} is of another model: buffer {name!r}: shape expected "
-                                  f"{list(buffer.shape)}, found {list(saved[name].shape)}")
+def check_model(module: nn.Module, slots: Sequence[Slot], checkpoint: Checkpoint, strict: bool = True,
+                tp_size: int = 1) -> None:
+    """Raise CheckpointError unless parameters and persistent buffers have the model's shapes and, with `strict`, its
+    names."""
+    weights = {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
+    parameters = {slot.name: _logical_shape(slot, tp_size) for slot in slots}
+    saved_buffers, buffers = ({name: tuple(buffer.shape) for name, buffer in found.items()}
+                              for found in (checkpoint.shared_state["buffers"], persistent_buffers(module)))
+    known = dict(module.named_buffers())  # some tags also hold those that are not persistent
+    for kind, one, own, in_model, saved in (("parameters", "weight", parameters, parameters.keys(), weights),
+                                            ("buffers", "buffer", buffers, known.keys(), saved_buffers)):
+        for what, names in (("not in the checkpoint", own.keys() - saved.keys()),
+                            ("not in the model", saved.keys() - in_model)):
+            if names and strict:
+                raise CheckpointError(f"{checkpoint.label} is of another model: {len(names)} {kind} are {what}, "
+                                      f"{min(names)} first; give the model it was saved from")
+        for name, shape in own.items():
+            if saved.get(name, shape) != shape:
+                raise CheckpointError(f"{checkpoint.label} is of another model: {one} {name!r}: shape expected "
+                                      f"{list(shape)}, found {list(saved[name])}")
+
+
+def _logical_shape(slot: Slot, tp_size: int) -> tuple[int, ...]:
+    """The shape of a parameter over all tensor parallel ranks."""
+    return TPSlice(slot.shape, slot.partition, tp_size=tp_size).sharding.logical_shape
 
 
 def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
@@ -286,27 +299,18 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
                                   "--finetune (load_optimizer_states=False)")
     slots = [(slot, bucket.trainable) for bucket in (*engine.buckets, *engine.frozen_buckets)
              for slot in bucket.layout.slots]
-    model, saved = {slot.name for slot, _ in slots}, set(checkpoint.names("weight"))
-    for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
-        if names and strict:
-            raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
-                                  "first; give the model it was saved from")
-    check_buffers(engine.module, checkpoint, strict)
-    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # (what, in the model, in the checkpoint)
-    for slot, is_trainable in slots:
-        expected = TPSlice(slot.shape, slot.partition, tp_size=engine.groups.tp.size).sharding.logical_shape
-        for kind in ("weight", *(states if strict and is_trainable else ())):
-            if (kind, slot.name) in checkpoint.tensors:
-                shapes.append((f"{kind} {slot.name!r}", expected, checkpoint.shape(kind, slot.name)))
-            elif kind != "weight":  # weights may be missing if it is not strict
+    check_model(engine.module, [slot for slot, _ in slots], checkpoint, strict, engine.groups.tp.size)
+    for slot in (slot for slot, is_trainable in slots if is_trainable):
+        for kind in states if strict else ():
+            if (kind, slot.name) not in checkpoint.tensors:
                 raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
                                       "load_optimizer_states=False starts the optimizer from scratch")
-        if optimizer and is_trainable and slot.numel and (WORKER_ERROR, slot.name) in checkpoint.tensors:
+            expected, found = _logical_shape(slot, engine.groups.tp.size), checkpoint.shape(kind, slot.name)
+            if found != expected:
+                raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
+                                      f"{list(expected)}, found {list(found)}")
+        if optimizer and slot.numel and (WORKER_ERROR, slot.name) in checkpoint.tensors:
             saved_worker_ranks(engine, checkpoint, slot)  # raises for another shape
-    for what, expected, found in shapes:
-        if found != expected:
-            raise CheckpointError(f"{where} is of another model: {what}: shape expected {list(expected)}, found "
-                                  f"{list(found)}")
 
 
 def restore_rng_streams(checkpoint: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
