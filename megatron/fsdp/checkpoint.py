@@ -33,9 +33,8 @@ from megatron.fsdp.sharded_tensor import LocalParam, local_params, local_tensor,
 from megatron.fsdp.sharding import require_fsdp_state, unwrap
 from megatron.fsdp.state_dict import (OptimState, buffers_in_own_dtype, is_sharded_state, params_of,
                                       prepare_all_ranks)
-from megatron.zero.api.checkpoint_io import (check_buffers, check_client_state, check_param_groups,
-                                             check_shared_state, hyper_parameters, load_buffers, restore_param_groups,
-                                             tied_tensor_names)
+from megatron.zero.api.checkpoint_io import (check_client_state, check_model, check_param_groups, check_shared_state,
+                                             hyper_parameters, load_buffers, restore_param_groups, tied_tensor_names)
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.offload.storage import WEIGHT
 from megatron.zero.state import persistent_buffers
@@ -157,20 +156,13 @@ def _state_dtype(optimizer: Optimizer, bucket: FlatBucket, kind: str) -> torch.d
 
 
 def _check_compatible(found: Checkpoint, root: FSDPRoot, optimizer: Optimizer | None) -> None:
-    where = f"{found.tag} of {found.folder.parent}"
-    own = {slot.name: slot.shape for bucket in root.buckets for slot in bucket.layout.slots}
-    saved = {name: found.shape(WEIGHT, name) for name in found.names(WEIGHT)}
-    if differing := [name for name in own.keys() | saved.keys() if own.get(name) != saved.get(name)]:
-        name = min(differing)
-        raise CheckpointError(f"{where} is of another model: {len(differing)} parameters differ, {name!r} first: shape "
-                              f"expected {own.get(name)}, found {saved.get(name)}; give the model it was saved from")
-    check_buffers(root.module, found)
+    check_model(root.module, [slot for bucket in root.buckets for slot in bucket.layout.slots], found)
     if optimizer is not None:
         kind = found.shared_state["optimizer"]
         if kind != type(optimizer).__name__:
-            raise CheckpointError(f"{where} holds the optimizer state of {kind}, not of {type(optimizer).__name__}; "
-                                  "give optimizer=None to load the weights alone")
-        check_param_groups(found.shared_state.get("param_groups", ()), optimizer.param_groups, where)
+            raise CheckpointError(f"{found.label} holds the optimizer state of {kind}, not of "
+                                  f"{type(optimizer).__name__}; give optimizer=None to load the weights alone")
+        check_param_groups(found.shared_state.get("param_groups", ()), optimizer.param_groups, found.label)
 
 
 def _read_bucket(found: Checkpoint, bucket: FlatBucket, kind: str, out: Tensor) -> Tensor:

@@ -11,17 +11,17 @@ The class of a sharded module becomes a subclass that adds the methods of `FSDPM
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from functools import cache
 from typing import Any, TypeVar
 
 from torch import nn
 from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy
+from torch.futures import Future
 
 from megatron.errors import ConfigError
 from megatron.fsdp.sharding import (ShardingSettings, check_shardable, require_fsdp_state, resolve_group, shard_module,
                                     sharded_modules)
-from megatron.zero.bucket import FlatBucket
 
 
 class NotCopyable:
@@ -36,22 +36,12 @@ class NotCopyable:
 class FSDPModule(NotCopyable, nn.Module):
     """Mixin that `fully_shard` adds to a module's class."""
 
-    def unshard(self, async_op: bool = False) -> UnshardHandle | None:
-        """Gather the parameters of this module until its forward ends or `reshard` is called. Collective."""
-        state = require_fsdp_state(self)
-        if not state.root.is_running:
-            state.root.sync_before_access()
-        for bucket in state.unit.buckets:
-            bucket.start_gather()
-        handle = UnshardHandle(state.unit.buckets)
-        if not async_op:
-            handle.wait()
-        return handle if async_op else None
-
-    def reshard(self) -> None:
-        """Free the gathered parameters of this module."""
-        for bucket in require_fsdp_state(self).unit.buckets:
-            bucket.reshard()
+    def unshard(self, async_op: bool = False) -> Future[None] | None:
+        """No effect: a forward gathers what it uses, and the next module's parameters ahead of use. To read parameters,
+        use `summon_full_params`."""
+        done: Future[None] = Future()
+        done.set_result(None)
+        return done if async_op else None
 
     def set_requires_gradient_sync(self, requires_gradient_sync: bool, *, recurse: bool = True) -> None:
         """Whether the following backwards reduce gradients. Only for an outermost module."""
@@ -66,7 +56,7 @@ class FSDPModule(NotCopyable, nn.Module):
         prefetching follows the order of the previous pass; there is one sharding group and no replication."""
 
     set_is_last_backward = set_requires_all_reduce = set_reshard_after_backward = set_unshard_in_backward = _no_effect
-    set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = _no_effect
+    set_modules_to_forward_prefetch = set_modules_to_backward_prefetch = reshard = _no_effect
 
     def set_reshard_after_forward(self, reshard_after_forward: bool, recurse: bool = True) -> None:
         for member in sharded_modules(self).values() if recurse else [require_fsdp_state(self)]:
@@ -74,36 +64,12 @@ class FSDPModule(NotCopyable, nn.Module):
             units = member.root.kept_for_backward
             (units.discard if reshard_after_forward else units.add)(member.unit)
 
-    def set_gradient_divide_factor(self, factor: float) -> None:
-        """Divide the reduced gradients of this module by `factor` instead of the number of ranks."""
-        if not factor > 0:
-            raise ConfigError(f"set_gradient_divide_factor({factor}): give a number above 0")
-        member = require_fsdp_state(self)
-        member.root.grad_divisors |= dict.fromkeys(member.unit.buckets, factor)
-
-    set_reduce_scatter_divide_factor = set_gradient_divide_factor
-
-    def set_all_reduce_hook(self, hook: Any, *, stream: Any = None) -> None:
-        raise ConfigError("set_all_reduce_hook() is not supported: gradients are summed over one group of ranks, by "
-                          "one reduce-scatter; change p.grad, this rank's part of the mean, after backward()")
-
-
-@dataclass(frozen=True)
-class UnshardHandle:
-    """Returned by `unshard(async_op=True)`."""
-
-    buckets: Sequence[FlatBucket]
-
-    def wait(self) -> None:
-        for bucket in self.buckets:
-            bucket.wait_for_param_gather()
-
 
 Modules = TypeVar("Modules", nn.Module, Sequence[nn.Module])
 
 
 def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: bool | int | None = None,
-                shard_placement_fn: Any = None, mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
+                mp_policy: MixedPrecisionPolicy = MixedPrecisionPolicy(),
                 offload_policy: OffloadPolicy = OffloadPolicy(), ignored_params: Iterable[nn.Parameter] | None = None,
                 sync_module_states: bool = False) -> Modules:
     """Shard the parameters of `module`, except those of modules inside that are sharded already; returns the module.
@@ -118,8 +84,6 @@ def fully_shard(module: Modules, *, mesh: Any = None, reshard_after_forward: boo
     given = [module] if isinstance(module, nn.Module) else list(module)
     inside = {id(child) for one in given for child in one.modules() if child is not one}
     modules = [one for one in dict.fromkeys(given) if id(one) not in inside]
-    if shard_placement_fn is not None:
-        raise ConfigError("fully_shard(shard_placement_fn=...) is not supported: parameters are split as flat ranges")
     if mesh is not None and mesh.ndim != 1:
         raise ConfigError(f"a mesh of {mesh.ndim} dimensions is not supported: give the one to shard over, such as "
                           "mesh['shard']")

@@ -17,6 +17,7 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 from contextvars import ContextVar
 from dataclasses import dataclass, field, fields
 from functools import wraps
+from math import prod
 from typing import Any, TypeVar, cast
 
 import torch
@@ -29,10 +30,10 @@ from megatron.config.tree import RecomputeConfig
 from megatron.errors import ConfigError
 from megatron.fsdp.fully_shard import NotCopyable
 from megatron.fsdp.root import clip_grad_norm_
-from megatron.fsdp.sharded_tensor import ShardedParam, local_tensor, location_of
+from megatron.fsdp.sharded_tensor import PartialTensor, local_tensor, location_of, segment_like
 from megatron.fsdp.sharding import (WRAPPED_ATTRIBUTE, ShardingSettings, check_shardable, require_fsdp_state,
                                     resolve_group, shard_module, sharded_modules)
-from megatron.fsdp.state_dict import (buckets_of, buffers_in_own_dtype, full_state_dict, gather_full_states,
+from megatron.fsdp.state_dict import (buckets_of, full_state_dict, gather_full_states, get_model_state_dict,
                                       infer_sharded_kinds, params_of, prepare_all_ranks, shard_full_state,
                                       summon_full_params, temporarily_replaced)
 from megatron.recompute import Recomputation
@@ -182,12 +183,10 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
         None on the others. Collective."""
         prepare_all_ranks(self.module, "gather_full_optim_state_dict()")
         collects = recipient_rank in (None, require_fsdp_state(self.module).root.dp.rank)
+        states = dict(gather_full_states(optim, buckets_of(self.module), collects=collects))
         names = {id(parameter): name for name, parameter in self.named_parameters()}
-        number = {id(one): index for index, one in enumerate(params_of(optim))}
-        state = {number[id(parameter)]: whole for parameter, whole in gather_full_states(
-            optim, buckets_of(self.module), collects=collects) if id(parameter) in number}
-        state |= {number[id(one)]: own for one, own in optim.state.items() if not isinstance(one, ShardedParam)}
-        return {"state": dict(sorted(state.items())), "param_groups": optim.state_dict()["param_groups"],
+        return {"state": {index: states[one] for index, one in enumerate(params_of(optim)) if one in states},
+                "param_groups": optim.state_dict()["param_groups"],
                 "names": [names.get(id(one), "") for one in params_of(optim)]} if collects else None
 
     def get_shard_from_optim_state_dict(self, full_optim_state_dict: Mapping[str, Any]) -> dict[str, Any]:
@@ -205,74 +204,66 @@ class FullyShardedDataParallel(NotCopyable, nn.Module):
 
     # ---- this rank's flat segments, without a collective ------------------------------------------------------------
 
-    def _split_tensors(self, what: str) -> dict[str, Any]:
-        """Parameters and buffers themselves, by name. Raises ConfigError if parameters are gathered."""
-        require_fsdp_state(self.module).root.check_idle(what)
-        return self.module.state_dict(keep_vars=True)
-
     def local_state_dict(self) -> dict[str, Any]:
         """This rank's segments, and full buffers."""
-        with buffers_in_own_dtype(self.module):
-            state = self._split_tensors("local_state_dict()")
-        for name, tensor in state.items():
-            if isinstance(tensor, Tensor):
-                state[name] = (local_tensor(tensor) if isinstance(tensor, ShardedParam) else tensor.detach()).clone()
+        require_fsdp_state(self.module).root.check_idle("local_state_dict()")
+        state = get_model_state_dict(self.module)
+        for name, value in state.items():
+            if isinstance(value, Tensor):
+                state[name] = local_tensor(value).clone()
         return state
 
     def local_metadata_dict(self) -> dict[str, Any]:
         """{"rank", "ranks", "params": {name: {"shape", "offset", "numel"}}} of this rank's segments."""
-        group, params = require_fsdp_state(self.module).root.dp, {}
-        for name, tensor in self._split_tensors("local_metadata_dict()").items():
-            if isinstance(tensor, ShardedParam):
+        root, params = require_fsdp_state(self.module).root, {}
+        root.check_idle("local_metadata_dict()")
+        for name, tensor in get_model_state_dict(self.module).items():
+            if isinstance(tensor, PartialTensor):
                 shape, _, offset = location_of(tensor)
                 params[name] = {"shape": list(shape), "offset": offset, "numel": local_tensor(tensor).numel()}
-        return {"rank": group.rank, "ranks": group.size, "params": params}
+        return {"rank": root.dp.rank, "ranks": root.dp.size, "params": params}
 
     def load_local_state_dict(self, state_dict: Mapping[str, Any], strict: bool = True) -> None:
         """Load this rank's `local_state_dict`, saved with the same number of ranks."""
-        tensors = self._split_tensors("load_local_state_dict()")
-        if strict and (differing := tensors.keys() ^ state_dict.keys()):
-            raise ConfigError(f"load_local_state_dict: {len(differing)} names are missing, or not the model's, "
-                              f"{min(differing)} first")
-        for name in tensors.keys() & state_dict.keys():
-            tensor, value = tensors[name], state_dict[name]
-            if not isinstance(tensor, Tensor):
+        require_fsdp_state(self.module).root.check_idle("load_local_state_dict()")
+        own, state = get_model_state_dict(self.module), OrderedDict(state_dict)
+        vars(state).update(getattr(state_dict, "__dict__", {}))  # torch's metadata
+        for name, value in state_dict.items():
+            if not isinstance(segment := own.get(name), PartialTensor):
                 continue
-            if value.shape != (own := local_tensor(tensor)).shape:
-                raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {own.numel()} elements, "
-                                  f"the state dict {list(value.shape)}: it is of another rank, or number of ranks; "
-                                  "make one of all ranks' with consolidate_shard_weights, and load that with "
+            if value.shape != (shape := local_tensor(segment).shape):
+                raise ConfigError(f"load_local_state_dict: {name}: this rank has a segment of {shape.numel()} "
+                                  f"elements, the state dict {list(value.shape)}: it is of another rank, or number of "
+                                  "ranks; make one of all ranks' with consolidate_shard_weights, and load that with "
                                   "load_state_dict")
-            with torch.no_grad():
-                tensor.copy_(value)
+            state[name] = segment_like(value, segment)
+        self.module.load_state_dict(state, strict)
 
     @staticmethod
     def consolidate_shard_weights(
             shard_weights: Sequence[Mapping[str, Any]], shard_metadata: Sequence[Mapping[str, Any]],
             with_module_buffers: bool = True, strict: bool = True) -> OrderedDict[str, Any]:
         """One full state dict from every rank's `local_state_dict` and `local_metadata_dict`, in any order."""
-        ranks = sorted(metadata["rank"] for metadata in shard_metadata)
+        shards = sorted(zip(shard_metadata, shard_weights, strict=True), key=lambda shard: shard[0]["rank"])
+        ranks = [metadata["rank"] for metadata, _ in shards]
         expected = list(range(shard_metadata[0]["ranks"])) if shard_metadata else [0]
         if ranks != expected:
             raise ConfigError(f"consolidate_shard_weights: expected the ranks {expected}, found {ranks}")
         whole: OrderedDict[str, Any] = OrderedDict()
-        vars(whole).update(getattr(shard_weights[0], "__dict__", {}))  # torch's metadata
-        filled: dict[str, int] = {}
-        for weights, metadata in zip(shard_weights, shard_metadata, strict=True):
-            for name, value in weights.items():
-                location = metadata["params"].get(name)
-                if location is None:
-                    if with_module_buffers and (name not in whole or metadata["rank"] == 0):
-                        whole[name] = value
-                    continue
-                if name not in whole:
-                    whole[name] = torch.empty(location["shape"], dtype=value.dtype)
-                whole[name].view(-1)[location["offset"] : location["offset"] + location["numel"]] = value
-                filled[name] = filled.get(name, 0) + location["numel"]
-        short = [name for name, count in filled.items() if count != whole[name].numel()]
-        if short and strict:
-            raise ConfigError(f"consolidate_shard_weights: {short[0]} has {filled[short[0]]} of "
-                              f"{whole[short[0]].numel()} elements: the state dicts are not of one model at one time")
+        metadata, first = shards[0]
+        vars(whole).update(getattr(first, "__dict__", {}))  # torch's metadata
+        for name, value in first.items():
+            location = metadata["params"].get(name)
+            if location is None:
+                if with_module_buffers:
+                    whole[name] = value
+                continue
+            flat = torch.cat([weights[name] for _, weights in shards if name in weights])  # in the order of the ranks
+            if flat.numel() == prod(location["shape"]):
+                whole[name] = flat.view(location["shape"])
+            elif strict:
+                raise ConfigError(f"consolidate_shard_weights: {name} has {flat.numel()} of {prod(location['shape'])} "
+                                  "elements: the state dicts are not of one model at one time")
         return whole
 
     # ---- training -----------------------------------------------------------------------------------------------

@@ -65,8 +65,6 @@ class FSDPRoot(PassCoordinator):
         self.trained = [bucket for bucket in self.buckets if bucket.trainable]
         self._shards = [cast(ShardedParamViews, bucket.show_sharded) for bucket in self.buckets]
         self.reduces_grads = True
-        # Divisor of a bucket's reduced gradients, if it is not the number of ranks.
-        self.grad_divisors: dict[FlatBucket, float] = {}
         # The call that currently gathers the parameters for the user, or None.
         self.full_params_holder: str | None = None
         # Buckets whose full parameters `summon_full_params` has given to the user.
@@ -234,8 +232,7 @@ class FSDPRoot(PassCoordinator):
         self.begin_backward(reduces=self.reduces_grads)
         for bucket in self.trained:
             bucket.grads.set_accumulation_dtype(in_shard_dtype=not self.reduces_grads)
-            divisor = self.grad_divisors.get(bucket, self.dp.size)
-            bucket.grads.sum_multiplier = bucket.grads.predivide_factor / (divisor * self.loss_scaler.scale)
+            bucket.grads.sum_multiplier = bucket.grads.predivide_factor / (self.dp.size * self.loss_scaler.scale)
         self._backward_is_running = on_backward_end(self._end_user_backward)
 
     def _scale_for_backward(self) -> float:

@@ -218,8 +218,6 @@ def shard_module(module: nn.Module, settings: ShardingSettings, group: Group,
     kept |= {unit} if settings.is_kept_for_backward else set()
     units = [unit, *(member.unit for member in inner)]
     state = FSDPState(unit, settings, FSDPRoot(units, kept, group, device, log, buffer_pool), own_dtypes)
-    for root in roots:
-        state.root.grad_divisors |= root.grad_divisors
     for _, child in _own_modules(module, inner):
         before_state_dict(child, state.before_state_dict)
     module.__dict__[_STATE_ATTRIBUTE] = state

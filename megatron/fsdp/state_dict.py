@@ -34,7 +34,6 @@ from megatron.fsdp.sharding import byte_checksum, require_fsdp_state, sharded_mo
 from megatron.zero.api.checkpoint_io import RUN_SPECIFIC_KEYS, hyper_parameters
 from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import set_param_data
-from megatron.zero.state import broadcast_buffers, persistent_buffers
 from mpu.collectives import broadcast_into, broadcast_json
 from mpu.groups import Group
 
@@ -43,7 +42,6 @@ Options = StateDictOptions | None
 Optimizers = Optimizer | Iterable[Optimizer]
 
 FULL_STATE_DICT_CALL, SUMMON_CALL = "a full state dict", "summon_full_params()"
-_EXTRA_STATE = "_extra_state"
 
 
 def buckets_of(module: nn.Module) -> list[FlatBucket]:
@@ -85,11 +83,10 @@ def temporarily_replaced(entries: Sequence[tuple[dict[str, Any], str, Any]]) -> 
 
 
 @contextmanager
-def _full_parameters(module: nn.Module, collects: bool, device: torch.device | str | None,
-                     ) -> Iterator[Mapping[nn.Parameter, Tensor]]:
+def _full_parameters(module: nn.Module, collects: bool, device: torch.device | str | None) -> Iterator[None]:
     """Inside, on ranks that `collects`, new full parameters replace the sharded ones in the module, so that torch's
-    code and user hooks see the unwrapped model. Yields sharded -> full parameter. Collective except for buckets in
-    `summon_full_params`, which are copied locally."""
+    code and user hooks see the unwrapped model. Collective except for buckets in `summon_full_params`, which are copied
+    locally."""
     roots, full = _roots(module), dict[nn.Parameter, nn.Parameter]()
     holders = [root.full_params_holder for root in roots]
     summoned = {bucket for root in roots for bucket in root.summoned}
@@ -103,7 +100,7 @@ def _full_parameters(module: nn.Module, collects: bool, device: torch.device | s
             root.full_params_holder = FULL_STATE_DICT_CALL
         with temporarily_replaced([(child._parameters, name, full[parameter]) for child in module.modules()
                                    for name, parameter in child._parameters.items() if parameter in full]):
-            yield full
+            yield
     finally:
         for root, holder in zip(roots, holders, strict=True):
             root.full_params_holder = holder
@@ -140,45 +137,11 @@ def full_state_dict(module: nn.Module, *, device: torch.device | str | None = No
     return state
 
 
-def load_from_rank0(module: nn.Module, state: Mapping[str, Any], strict: bool = True) -> None:
-    """Load rank 0's full state dict on all ranks; missing entries keep their values. Collective. Rank 0 loads it into
-    full parameters on its host, as into the unwrapped model, and broadcasts them bucket by bucket."""
-    prepare_all_ranks(module, FULL_STATE_DICT_CALL)
-    group, device = _roots(module)[0].dp, _roots(module)[0].device
-
-    def load() -> None:
-        try:
-            module.load_state_dict(state, strict)
-        except RuntimeError as error:
-            reason = " ".join(str(error).split())
-            raise ConfigError(f"the full state dict on the first rank does not fit the model: {reason}") from error
-
-    with _full_parameters(module, group.rank == 0, "cpu") as full:
-        all_succeed_or_raise(load if group.rank == 0 else lambda: None, group)
-    for bucket in buckets_of(module):
-        whole = gather_masters(bucket)
-        for parameter, value in zip(bucket.parameters, whole, strict=True):
-            if parameter in full:
-                value.copy_(full[parameter].detach())
-        # the views of one gather share a storage, which is broadcast at once
-        flat = torch.empty(0, dtype=whole[0].dtype, device=device).set_(whole[0].untyped_storage())
-        broadcast_into(flat, 0, group).wait()
-        store_masters(bucket, whole)
-    for root in _roots(module):
-        root.apply_master_edits()
-    broadcast_buffers(persistent_buffers(module).values(), group)
-    extra = broadcast_state({name: value for name, value in state.items() if name.endswith(_EXTRA_STATE)}, group,
-                            device, lambda path, full: full)
-    for path, child in module.named_modules() if group.rank else ():
-        if (name := f"{path}.{_EXTRA_STATE}".removeprefix(".")) in extra and unwrap(child) is child:
-            child.set_extra_state(extra[name])
-
-
 def broadcast_state(value: Any, group: Group, device: torch.device, keep: Callable[[str, Tensor], Any]) -> Any:
     """Rank 0's nested dicts, lists and tuples of numbers, strings and tensors, on every rank. `keep(path, tensor)` says
     what stays of each full tensor, which is on the device; one is there at a time. Collective."""
     tensors: list[FileTensor] = []
-    code = encode_state(value if group.rank == 0 else None, "", tensors)
+    code = all_succeed_or_raise(lambda: encode_state(value if group.rank == 0 else None, "", tensors), group)
     own = {one.key: one for one in tensors}
     code, kinds = broadcast_json(
         [code, {one.key: [DTYPE_NAMES[one.dtype], one.shape] for one in tensors}], group)
@@ -204,8 +167,8 @@ def params_of(optimizer: Optimizer) -> list[nn.Parameter]:
 
 def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, collects: bool,
                        device: torch.device | str | None = "cpu") -> Iterator[tuple[nn.Parameter, OptimState]]:
-    """Each parameter that has state, with the full state if this rank `collects` (otherwise without tensors).
-    Collective; one kind of one bucket is gathered at a time."""
+    """Each parameter that has state, those of no bucket last, with the full state if this rank `collects` (otherwise
+    without tensors). Collective; one kind of one bucket is gathered at a time."""
     for bucket in buckets:
         states = {parameter: dict(optimizer.state.get(parameter, {})) for parameter in bucket.parameters}
         full: dict[nn.Parameter, OptimState] = {parameter: {} for parameter in bucket.parameters}
@@ -229,6 +192,8 @@ def gather_full_states(optimizer: Optimizer, buckets: list[FlatBucket], *, colle
                 elif collects:
                     full[parameter][kind] = gathered[index].to(device or bucket.device, copy=True)
         yield from ((parameter, state) for parameter, state in full.items() if states[parameter])
+    yield from ((one, dict(state)) for one, state in optimizer.state.items()
+                if collects and isinstance(one, nn.Parameter) and not isinstance(one, ShardedParam))
 
 
 def is_sharded_state(parameter: nn.Parameter, kind: str, value: Any) -> bool:
@@ -243,13 +208,18 @@ def is_sharded_state(parameter: nn.Parameter, kind: str, value: Any) -> bool:
                       "for all, and cannot be gathered")
 
 
+def own_segment(parameter: nn.Parameter, full: Tensor) -> Tensor:
+    """This rank's segment of a full tensor of the parameter's shape, where the parameter is."""
+    start, own = location_of(parameter).offset, local_tensor(parameter)
+    return segment_like(full.detach().flatten()[start : start + own.numel()].clone().to(own.device), parameter)
+
+
 def shard_full_state(parameter: nn.Parameter | None, state: Mapping[str, Any], sharded: Collection[str]) -> OptimState:
     """This rank's part of a parameter's full state, of which the kinds in `sharded` are split; all of it if the
     parameter is not sharded."""
     if not isinstance(parameter, ShardedParam):
         return dict(state)
-    whole, name, offset = location_of(parameter)
-    count = local_tensor(parameter).numel()
+    whole, name, _ = location_of(parameter)
     local: OptimState = {}
     for kind, value in state.items():
         if kind not in sharded:
@@ -257,8 +227,7 @@ def shard_full_state(parameter: nn.Parameter | None, state: Mapping[str, Any], s
             continue
         if value.shape != whole:
             raise ConfigError(f"the state {kind!r} of {name} has shape {list(value.shape)}, expected {list(whole)}")
-        segment = value.detach().flatten()[offset : offset + count].clone()
-        local[kind] = segment_like(segment.to(local_tensor(parameter).device), parameter)
+        local[kind] = own_segment(parameter, value)
     return local
 
 
@@ -307,12 +276,28 @@ def get_model_state_dict(model: nn.Module, *, options: Options = None) -> OptimS
 
 
 def set_model_state_dict(model: nn.Module, model_state_dict: Mapping[str, Any], *, options: Options = None) -> None:
+    """With `broadcast_from_rank0` each rank keeps its segments of rank 0's parameters, and all other values in full."""
     options = options or StateDictOptions()
-    module = unwrap(model)
     if options.broadcast_from_rank0:
-        load_from_rank0(module, model_state_dict, options.strict)
-    else:
-        model.load_state_dict(model_state_dict, options.strict)
+        module, state = unwrap(model), OrderedDict[str, Any]()
+        prepare_all_ranks(module, "set_model_state_dict()")
+        root = require_fsdp_state(module).root
+        parameters = dict(model.named_parameters(remove_duplicate=False))
+
+        def keep(path: str, full: Tensor) -> Tensor:
+            parameter = parameters.get(path.split("/")[2])
+            if isinstance(parameter, ShardedParam) and full.shape == location_of(parameter).full_size:
+                return own_segment(parameter, full)
+            return full.cpu()
+
+        given = [{name: value.detach() if isinstance(value, Tensor) else value
+                  for name, value in model_state_dict.items()}, getattr(model_state_dict, "_metadata", None)]
+        entries, metadata = broadcast_state(given, root.dp, root.device, keep)
+        state.update(entries)
+        if metadata is not None:  # torch's version numbers of modules
+            state._metadata = metadata  # type: ignore[attr-defined]
+        model_state_dict = state
+    model.load_state_dict(model_state_dict, options.strict)
 
 
 def get_optimizer_state_dict(model: nn.Module, optimizers: Optimizers, *, options: Options = None) -> OptimState:

@@ -9,7 +9,6 @@ On another layout random streams are derived from the seed and the step; all oth
 
 from __future__ import annotations
 
-import math
 import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -128,7 +127,7 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
         "tied": tied_tensor_names(engine.module, core.all_buckets),
         "loop": {"global_samples": engine.global_samples,
                  "train_batch_size": batch_size if batch_is_set else None,
-                 "epoch": epochs.epoch_to_resume() if isinstance(epochs, EpochDataLoader) else None},
+                 "epoch": epochs.epoch if isinstance(epochs, EpochDataLoader) else None},
         "client_state": dict(client_state)}
     return agree(root, tag, tensors=tensors + errors, rank_state={"rng": capture_rng()} if rng else {},
                  shared_state=shared, config=engine.config.as_dict(), layout=engine.layout, world=engine.groups.world,
@@ -254,18 +253,31 @@ def _read_segment(engine: ZeroEngine, checkpoint: Checkpoint | ExternalCheckpoin
     checkpoint.read_slice(kind, slot.name, TPSlice(slot.shape, slot.partition, tp.rank, tp.size), offset, out)
 
 
-def check_buffers(module: nn.Module, checkpoint: Checkpoint, strict: bool = True) -> None:
-    """Raise CheckpointError unless the persistent buffers have the model's shapes and, with `strict`, its names."""
-    buffers, saved = persistent_buffers(module), checkpoint.shared_state["buffers"]
-    known = {name for name, _ in module.named_buffers()}  # some tags also hold those that are not persistent
-    for what, names in (("not in the checkpoint", buffers.keys() - saved), ("not in the model", saved.keys() - known)):
-        if names and strict:
-            raise CheckpointError(f"{checkpoint.label} is of another model: {len(names)} buffers are {what}, "
-                                  f"{min(names)} first; give the model it was saved from")
-    for name, buffer in buffers.items():
-        if name in saved and saved[name].shape != buffer.shape:
-            raise CheckpointError(f"{checkpoint.label} is of another model: buffer {name!r}: shape expected "
-                                  f"{list(buffer.shape)}, found {list(saved[name].shape)}")
+def check_model(module: nn.Module, slots: Sequence[Slot], checkpoint: Checkpoint, strict: bool = True,
+                tp_size: int = 1) -> None:
+    """Raise CheckpointError unless parameters and persistent buffers have the model's shapes and, with `strict`, its
+    names."""
+    weights = {name: checkpoint.shape("weight", name) for name in checkpoint.names("weight")}
+    parameters = {slot.name: _logical_shape(slot, tp_size) for slot in slots}
+    saved_buffers, buffers = ({name: tuple(buffer.shape) for name, buffer in found.items()}
+                              for found in (checkpoint.shared_state["buffers"], persistent_buffers(module)))
+    known = dict(module.named_buffers())  # some tags also hold those that are not persistent
+    for kind, one, own, in_model, saved in (("parameters", "weight", parameters, parameters.keys(), weights),
+                                            ("buffers", "buffer", buffers, known.keys(), saved_buffers)):
+        for what, names in (("not in the checkpoint", own.keys() - saved.keys()),
+                            ("not in the model", saved.keys() - in_model)):
+            if names and strict:
+                raise CheckpointError(f"{checkpoint.label} is of another model: {len(names)} {kind} are {what}, "
+                                      f"{min(names)} first; give the model it was saved from")
+        for name, shape in own.items():
+            if saved.get(name, shape) != shape:
+                raise CheckpointError(f"{checkpoint.label} is of another model: {one} {name!r}: shape expected "
+                                      f"{list(shape)}, found {list(saved[name])}")
+
+
+def _logical_shape(slot: Slot, tp_size: int) -> tuple[int, ...]:
+    """The shape of a parameter over all tensor parallel ranks."""
+    return TPSlice(slot.shape, slot.partition, tp_size=tp_size).sharding.logical_shape
 
 
 def load_buffers(module: nn.Module, checkpoint: Checkpoint) -> None:
@@ -288,27 +300,18 @@ def _check_model(engine: ZeroEngine, checkpoint: Checkpoint, strict: bool, optim
                                   "--finetune (load_optimizer_states=False)")
     slots = [(slot, bucket.trainable) for bucket in (*engine.buckets, *engine.frozen_buckets)
              for slot in bucket.layout.slots]
-    model, saved = {slot.name for slot, _ in slots}, set(checkpoint.names("weight"))
-    for what, names in (("not in the checkpoint", model - saved), ("not in the model", saved - model)):
-        if names and strict:
-            raise CheckpointError(f"{where} is of another model: {len(names)} parameters are {what}, {min(names)} "
-                                  "first; give the model it was saved from")
-    check_buffers(engine.module, checkpoint, strict)
-    shapes: list[tuple[str, tuple[int, ...], tuple[int, ...]]] = []  # (what, in the model, in the checkpoint)
-    for slot, is_trainable in slots:
-        expected = TPSlice(slot.shape, slot.partition, tp_size=engine.groups.tp.size).sharding.logical_shape
-        for kind in ("weight", *(states if strict and is_trainable else ())):
-            if (kind, slot.name) in checkpoint.tensors:
-                shapes.append((f"{kind} {slot.name!r}", expected, checkpoint.shape(kind, slot.name)))
-            elif kind != "weight":  # weights may be missing if it is not strict
+    check_model(engine.module, [slot for slot, _ in slots], checkpoint, strict, engine.groups.tp.size)
+    for slot in (slot for slot, is_trainable in slots if is_trainable):
+        for kind in states if strict else ():
+            if (kind, slot.name) not in checkpoint.tensors:
                 raise CheckpointError(f"{where} holds no {kind} of {slot.name!r}: it was frozen then; "
                                       "load_optimizer_states=False starts the optimizer from scratch")
-        if optimizer and is_trainable and slot.numel and (WORKER_ERROR, slot.name) in checkpoint.tensors:
+            expected, found = _logical_shape(slot, engine.groups.tp.size), checkpoint.shape(kind, slot.name)
+            if found != expected:
+                raise CheckpointError(f"{where} is of another model: {kind} {slot.name!r}: shape expected "
+                                      f"{list(expected)}, found {list(found)}")
+        if optimizer and slot.numel and (WORKER_ERROR, slot.name) in checkpoint.tensors:
             saved_worker_ranks(engine, checkpoint, slot)  # raises for another shape
-    for what, expected, found in shapes:
-        if found != expected:
-            raise CheckpointError(f"{where} is of another model: {what}: shape expected {list(expected)}, found "
-                                  f"{list(found)}")
 
 
 def restore_rng_streams(checkpoint: Checkpoint, groups: Groups, layout: Mapping[str, int], seed: int) -> str | None:
@@ -341,16 +344,11 @@ def hyper_parameters(groups: Sequence[ParamGroup]) -> list[dict[str, Any]]:
 
 
 def check_param_groups(saved: Sequence[Mapping[str, Any]], groups: Sequence[ParamGroup], where: str) -> None:
-    """Raise CheckpointError unless saved values have the types of the groups' values and are finite."""
+    """Raise CheckpointError if the number of groups differs."""
     if len(saved) != len(groups):
         raise CheckpointError(
             f"{where} holds the hyper-parameters of {len(saved)} param groups, the optimizer has {len(groups)}: give "
             "it the same groups, or load_optimizer_states=False and load_lr_scheduler_states=False")
-    for index, (values, group) in enumerate(zip(saved, groups, strict=True)):
-        for name, value in values.items():
-            if name in group and not _is_same_kind(group[name], value):
-                raise CheckpointError(f"{where}: param_groups[{index}]: field {name!r:.80}: {value!r:.80} in the place "
-                                      f"of {group[name]!r:.80}")
 
 
 def restore_param_groups(groups: Sequence[ParamGroup], saved: Sequence[Mapping[str, Any]]) -> None:
@@ -367,19 +365,6 @@ def _is_serializable(value: Any) -> bool:
     if isinstance(value, list | tuple):
         return all(map(_is_serializable, value))
     return value is None or isinstance(value, bool | int | float | str | Tensor)
-
-
-def _is_same_kind(current: Any, value: Any) -> bool:
-    if current is None or value is None:
-        return True
-    if isinstance(current, list | tuple):
-        return (isinstance(value, list | tuple) and len(value) == len(current)
-                and all(map(_is_same_kind, current, value)))
-    if isinstance(current, str):
-        return isinstance(value, str)
-    if isinstance(value, Tensor):
-        return value.numel() == 1
-    return isinstance(value, int | float) and math.isfinite(value)
 
 
 # ---- 1-bit error feedback --------------------------------------------------------------------------------------------

@@ -264,7 +264,7 @@ class Engine:
             return DataLoader(dataset, sampler=data_sampler, **options)
         sampler: DistributedSampler[Any] = DistributedSampler(
             dataset, self.groups.dp.size, self.groups.dp.rank, shuffle=route == "train", seed=self.config.train.seed)
-        return EpochDataLoader(dataset, sampler, lambda: self.core.state.counters.micro_steps, **options)
+        return EpochDataLoader(dataset, sampler, **options)
 
     def to(self, *places: Any, **named: Any) -> Engine:
         """Returns self if the model already has that device and dtype; otherwise raises ConfigError."""

@@ -18,7 +18,6 @@ import os
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager, nullcontext
-from functools import partial
 from threading import Event
 from typing import Any
 
@@ -197,7 +196,6 @@ class Init:
             undo.push(self)
             for cls in _all_subclasses(nn.Module):
                 self._patch_class(cls)
-            self._patch_new_classes()
             undo.pop_all()
 
     def __exit__(self, *exception: object) -> None:
@@ -208,19 +206,6 @@ class Init:
                 self._partition_module(module)
             self._is_building.clear()
             self._storage = None  # swap files are closed with their last parameter
-
-    def _patch_new_classes(self) -> None:
-        """Also patch classes that are defined inside the context."""
-        init = self
-
-        def __init_subclass__(cls: type, /, **named: Any) -> None:
-            super(nn.Module, cls).__init_subclass__(**named)  # type: ignore[misc]
-            init._patch_class(cls)
-
-        known = vars(nn.Module).get("__init_subclass__")
-        self._undo_patches.callback(partial(setattr, nn.Module, "__init_subclass__", known) if known is not None else
-                                    partial(delattr, nn.Module, "__init_subclass__"))
-        setattr(nn.Module, "__init_subclass__", classmethod(__init_subclass__))
 
     def _patch_class(self, cls: type) -> None:
         """Let its `__init__`, if it has its own, partition the parameters that it created."""

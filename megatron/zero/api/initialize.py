@@ -80,9 +80,6 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
     """
     exit_codes.install_excepthook()
     check_argument("model", model, nn.Module, "an nn.Module")
-    check_argument("args", args, Namespace | None, "what parser.parse_args() returns")
-    check_argument("optimizer", optimizer, Optimizer | Callable | None, "an optimizer, or a function that makes one")
-    check_argument("model_parameters", model_parameters, Iterable | None, "parameters, or param groups")
     check_argument("training_data", training_data, Sized | None, "a dataset with a length")
     if not hasattr(lr_scheduler, "state_dict"):
         check_argument("lr_scheduler", lr_scheduler, Callable | None, "a scheduler, or a function that makes one")

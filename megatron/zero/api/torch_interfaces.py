@@ -5,8 +5,8 @@ changes the learning rate of the next step. The schedule's formulas and DeepSpee
 megatron/optim/schedulers.py.
 
 The loader yields micro-batches of this data-parallel rank. The order of an epoch depends on the seed and the epoch
-only, not on the number of ranks. An epoch ends when a loop that took optimizer steps reaches its end; a loop without
-steps, or one left early, repeats the same order. A checkpoint stores the epoch and resumes from its start.
+only, not on the number of ranks. An epoch ends with its last batch; a loop that is left early repeats the same order. A
+checkpoint stores the epoch and resumes from its start.
 """
 
 from __future__ import annotations
@@ -167,30 +167,21 @@ class ZeroOptimizer(torch.optim.Optimizer):
 
 
 class EpochDataLoader(DataLoader[Any]):
-    """Advances to the next epoch by itself. `count_steps` returns the optimizer's step calls: an epoch without any
-    (evaluation) repeats."""
+    """Advances to the next epoch with the last batch of one, so that a checkpoint after it resumes in the next."""
 
-    def __init__(self, samples: Dataset[Any], sampler: DistributedSampler[Any], count_steps: Callable[[], int],
-                 **options: Any) -> None:
+    def __init__(self, samples: Dataset[Any], sampler: DistributedSampler[Any], **options: Any) -> None:
         super().__init__(samples, sampler=sampler, **options)
-        self._epoch_sampler, self._count_steps = sampler, count_steps
-        # Step count when the epoch's last batch was yielded; None if the iteration is not there.
-        self._ended_at_step: int | None = None
+        self._epoch_sampler = sampler
 
     def __iter__(self) -> Iterator[Any]:  # type: ignore[override]
-        epoch, begun_at = self._epoch_sampler.epoch, self._count_steps()
         for number, batch in enumerate(super().__iter__(), 1):
-            self._ended_at_step = self._count_steps() if number == len(self) else None
+            if number == len(self):  # the sampler has drawn the whole order of this epoch
+                self.set_epoch(self.epoch + 1)
             yield batch
-        # a loop that took no step evaluates, and one that set an epoch chose it
-        if self._count_steps() != begun_at and self._epoch_sampler.epoch == epoch:
-            self.set_epoch(epoch + 1)
 
-    def epoch_to_resume(self) -> int:
-        """The epoch in which a run resumed from here begins."""
-        is_over = self._ended_at_step is not None and self._count_steps() != self._ended_at_step
-        return self._epoch_sampler.epoch + is_over
+    @property
+    def epoch(self) -> int:
+        return self._epoch_sampler.epoch
 
     def set_epoch(self, epoch: int) -> None:
         self._epoch_sampler.set_epoch(epoch)
-        self._ended_at_step = None

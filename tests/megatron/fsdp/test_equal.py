@@ -145,21 +145,6 @@ def test_parameters_that_are_looked_at_within_a_pass_train_the_same_bits(rank: i
 # ---- fp16 ------------------------------------------------------------------------------------------------------------
 
 
-class Small(Net):
-    """Its gradients are below fp16's smallest number, unless they are scaled."""
-
-    def forward(self, x: Tensor) -> Tensor:
-        return super().forward(x) * 1e-7
-
-
-@on_ranks(2)
-def test_small_gradients_arrive(rank: int, world: int) -> None:
-    start = Small().state_dict()
-    for way in ("nested", "torch"):
-        weights = by_shards(Small, way, rank, 3, **mixed(way, torch.float16))[1]
-        assert all((weights[name] != start[name]).any() for name in start), way
-
-
 @on_ranks(2)
 def test_a_gradient_that_overflows_skips_the_step_on_all_ranks(rank: int, world: int) -> None:
     """The loss of one rank is so large that its gradients overflow, once."""

@@ -18,14 +18,10 @@ from torch import nn
 from megatron.errors import ConfigError
 from megatron.fsdp import (FSDP, auto_wrap, checkpoint_wrapper, config_auto_wrap_policy, default_auto_wrap_policy,
                            disable_checkpointing, enable_wrap, fully_shard, transformer_auto_wrap_policy, wrap)
+from megatron.fsdp.sharded_tensor import local_tensor
 from tests.distributed import on_ranks
 from tests.megatron.fsdp.loops import around, batch, whole
 from tests.megatron.zero.models import Block, Net
-
-
-def normed() -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(6, 3), nn.BatchNorm1d(3), nn.Linear(3, 1))
 
 
 # ---- buffers -----------------------------------------------------------------------------------------------------
@@ -47,26 +43,6 @@ def test_values_that_differ_are_refused_or_taken_from_the_first_rank(rank: int, 
             assert all(word in str(caught.value) for word in ("buffers", "scale", "sync_module_states"))
 
 
-@pytest.mark.parametrize("way, disabled", [("plain", False), ("wrapped", False), ("wrapped", True), ("torch", False)])
-def test_recomputation_counts_a_batch_once(way: str, disabled: bool) -> None:
-    plain: Any = normed()
-    model: Any = normed()
-    if way == "plain":
-        checkpoint_wrapper(model)
-    elif way == "wrapped":
-        model[1] = FSDP(checkpoint_wrapper(model[1]))
-        model = FSDP(model)
-    else:
-        fully_shard(checkpoint_wrapper(model))
-    for number in range(3):
-        for one in (plain, model):
-            one.zero_grad()
-            with disable_checkpointing() if disabled else nullcontext():
-                loss = one(batch(0, number)).square().sum()
-            loss.backward()
-    assert all(torch.equal(one, other) for one, other in zip(plain.buffers(), model.buffers(), strict=True))
-
-
 class Quantiser(nn.Module):
     """A moving mean that its output depends on."""
 
@@ -82,19 +58,28 @@ class Quantiser(nn.Module):
         return (self.layer(x) * self.mean.clone()).square()  # type: ignore[operator]
 
 
-def test_recomputation_reads_the_buffers_of_its_forward() -> None:
+RECOMPUTED: dict[str, Callable[[Any], Any]] = {
+    "plain": checkpoint_wrapper, "wrapped": lambda module: FSDP(checkpoint_wrapper(module)),
+    "outside": lambda module: checkpoint_wrapper(FSDP(module)), "torch": lambda module: fully_shard(
+        checkpoint_wrapper(module))}
+
+
+@pytest.mark.parametrize("way, disabled", [*((way, False) for way in RECOMPUTED), ("wrapped", True)])
+def test_recomputation_reads_the_buffers_of_its_forward_and_changes_none(way: str, disabled: bool) -> None:
     found = []
-    for wrapped in (False, True):
+    for make in (lambda module: module, RECOMPUTED[way]):
         torch.manual_seed(0)
-        model = Quantiser()
-        if wrapped:
-            checkpoint_wrapper(model)
-        losses = [model(batch(0, number)).sum() for number in range(2)]
+        module = Quantiser()
+        model = make(module)
+        with disable_checkpointing() if disabled else nullcontext():
+            losses = [model(batch(0, number)).sum() for number in range(2)]
         for loss in losses:
-            loss.backward(retain_graph=True)
+            if way == "plain":
+                loss.backward(retain_graph=True)
             loss.backward()
-        found.append([model.layer.weight.grad, model.mean])
+        found.append([local_tensor(module.layer.weight.grad).view(6, 6), module.mean])
     assert all(map(torch.equal, *found))
+    assert module.runs == (2 if disabled else 6 if way == "plain" else 4)
 
 
 # ---- modules and parameters that came late -----------------------------------------------------------------------
@@ -171,8 +156,6 @@ def test_names_of_fairscale_and_torch() -> None:
     assert model.append_shared_param(model.first.weight) is None
     with pytest.raises(AttributeError, match="nothing_like_it"):
         model.nothing_like_it
-    with pytest.raises(ConfigError, match="set_all_reduce_hook.*p.grad"):
-        fully_shard(Net()).set_all_reduce_hook(print)
 
 
 # ---- which modules are wrapped -----------------------------------------------------------------------------------

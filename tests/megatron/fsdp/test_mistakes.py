@@ -248,10 +248,7 @@ MISTAKES: dict[str, tuple[Callable[[int], Any], str]] = {
     "a penalty": (lambda rank: sum(p.square().sum() for p in sharded().parameters()), SUMMON),
     "as a number": (lambda rank: float(fully_shard(nn.Linear(1, 1)).weight), "float()"),
     "orthogonal values": (lambda rank: nn.init.orthogonal_(sharded().first.weight), SUMMON),
-    **{f"torch's clip {form}": (lambda rank, form=form: nn.utils.clip_grad_norm_(  # type: ignore[misc]
-        after_a_backward(rank).parameters(), CLIP, foreach=form), CLIPPING) for form in (None, False, True)},
-    "torch's norm": (lambda rank: nn.utils.get_total_norm([p.grad for p in after_a_backward(rank).parameters()]),
-                     CLIPPING),
+    "torch's clip": (lambda rank: nn.utils.clip_grad_norm_(after_a_backward(rank).parameters(), CLIP), CLIPPING),
     "a norm": (lambda rank: after_a_backward(rank).first.weight.grad.norm(), CLIPPING),
     **{f"{copy.__name__} {way}": (lambda rank, copy=copy, way=way: copy(around(Net(), way)), COPY)  # type: ignore[misc]
        for copy in (deepcopy, torch.optim.swa_utils.AveragedModel, pickle.dumps) for way in ("torch", "nested")},

@@ -193,14 +193,9 @@ class Assembled(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-
-        class Late(nn.Linear):
-            def __init__(self) -> None:
-                super().__init__(WIDTH, WIDTH)
-
         self.encoder = nn.TransformerEncoder(nn.TransformerEncoderLayer(WIDTH, 2, 32, batch_first=True), 2,
                                              enable_nested_tensor=False)
-        self.late, self.tail = Late(), Late()
+        self.late, self.tail = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         for weight in self.encoder.parameters():
             if weight.dim() > 1:
                 nn.init.xavier_uniform_(weight)

@@ -148,6 +148,7 @@ def test_the_package_has_deepspeeds_names() -> None:
     deepspeed: Any = zero
     assert deepspeed.zero.Init is zero.Init and deepspeed.DeepSpeedEngine is Engine
     assert deepspeed.checkpointing.checkpoint is recompute.checkpoint
+    assert deepspeed.ops.adam.DeepSpeedCPUAdam is importlib.import_module("megatron.zero.ops.adam").DeepSpeedCPUAdam
     assert deepspeed.comm.is_available() and deepspeed.get_accelerator().device_name() in ("cpu", "cuda")
     assert deepspeed.accelerator.get_accelerator is deepspeed.get_accelerator
     assert importlib.import_module("megatron.zero.accelerator").get_accelerator is deepspeed.get_accelerator
