@@ -197,9 +197,9 @@ class OffloadConfig(ConfigSection):
     offload_optimizer_ratio: float = setting(
         1.0, "share of the optimizer's state that leaves the device; the device keeps and updates the rest",
         "optimizer-offload-fraction", json=_OFFLOAD_OPTIMIZER + "ratio", ge=0, le=1, needs=_OPTIMIZER_OFFLOADED)
-    offload_update: Literal["host", "device"] = setting(
-        "host", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time",
-        json=_OFFLOAD_OPTIMIZER + "update", needs={"offload_optimizer_device": ("cpu",)})
+    offload_update: Literal["auto", "host", "device"] = setting(
+        "auto", "where a GPU's offloaded optimizer state is updated: by the host, or on the device, a part at a time; "
+        "auto measures both", json=_OFFLOAD_OPTIMIZER + "update", needs={"offload_optimizer_device": ("cpu",)})
     delayed_param_update: bool = setting(
         False, "the host updates beside the next forward and backward of the GPU, which use the weights of before: "
         "faster, and inexact", json=_OFFLOAD_OPTIMIZER + "delayed_param_update",

@@ -332,7 +332,8 @@ class PlannedRun:
 
     @property
     def gradients_are_offloaded(self) -> bool:
-        """The device does not keep the gradient sums of offloaded state."""
+        """The device does not keep the gradient sums of offloaded state. (`auto` keeps them only if there is much free
+        memory.)"""
         return (self.device == "cuda" and self.offload_placement.optimizer != "none"
                 and not self.state_is_updated_on_device)
 

@@ -19,8 +19,9 @@ pytestmark = pytest.mark.gpu
 
 DRIVE = "--offload-optimizer-device nvme --offload-optimizer-nvme-path {0} --sub-group-size 50000"
 HOMES = {
-    "host": "--zero-stage 2 --offload-optimizer-device cpu",
+    "host": "--zero-stage 2 --offload-optimizer-device cpu --offload-update host",
     "device": "--zero-stage 2 --offload-optimizer-device cpu --offload-update device",
+    "auto": "--zero-stage 2 --offload-optimizer-device cpu",
     "a step behind": "--zero-stage 2 --offload-optimizer-device cpu --delayed-param-update",
     "drive": "--zero-stage 2 " + DRIVE,
     "params": "--zero-stage 3 --offload-param-device cpu",

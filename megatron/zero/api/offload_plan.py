@@ -1,35 +1,80 @@
 """Where the state of an engine is stored (device, host, NVMe), and whether the host or the device updates it.
 
 A host update moves 16-bit gradients down and 16-bit weights up, 2 bytes each way; a device update moves all fp32 state,
-12 bytes each way.
+12 bytes each way. Which is faster depends on cores, memory and bus, so both are timed on a small shard, on all ranks at
+once.
 """
 
 from __future__ import annotations
 
 import os
+import time
 from collections.abc import Mapping
 from functools import partial
+from typing import Literal
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from megatron import host_memory
 from megatron.config.tree import Config, OffloadConfig, flag_name
 from megatron.distributed.consistency import all_succeed_or_raise
 from megatron.distributed.process_group import read_environment
 from megatron.errors import ConfigError
-from megatron.optim.adam import MAX_TILE_NUMEL
-from megatron.optim.rule import UpdateRule
+from megatron.optim.adam import MAX_TILE_NUMEL, AdamW
+from megatron.optim.rule import StepScalars, UpdateRule, UpdateSegment
 from megatron.zero.flat_buffers import DTYPES
 from megatron.zero.layout import align
-from megatron.zero.offload.chunk_sizes import STEP_BUFFER_SETS, OffloadRatio, param_chunks, step_chunk_numel
-from megatron.zero.offload.copy_streams import CopyStreams, create_copy_streams
+from megatron.zero.offload.chunk_sizes import (HOST_CHUNK_NUMEL, STEP_BUFFER_SETS, OffloadRatio, param_chunks,
+                                               step_chunk_numel)
+from megatron.zero.offload.copy_streams import CopyStreams, StagingDoubleBuffer, create_copy_streams
+from megatron.zero.offload.direct_io import page_aligned_zeros
 from megatron.zero.offload.nvme import NvmeSettings, NvmeStorage
-from megatron.zero.offload.storage import (DeviceStorage, EngineStorage, HostStorage, Location, StorageBackend,
-                                           StreamingHostStorage)
+from megatron.zero.offload.storage import (WEIGHT, DeviceStorage, EngineStorage, HostShard, HostStorage, Location,
+                                           StorageBackend, StreamingHostStorage)
 from megatron.zero.offload.swap_drive import AioSettings, SwapDrive, probe_drive
 from megatron.zero.partitioned_param import full_shape
-from mpu.groups import Groups
+from megatron.zero.stages import gradient_precisions, stage_policy
+from mpu.collectives import all_reduce_scalar
+from mpu.groups import Group, Groups
+
+UpdateSide = Literal["host", "device"]
+
+TRIAL_CHUNKS = 4  # chunks of the shard that is timed
+TRIAL_SECONDS = 0.4  # duration of the trial for each side
+# The buffers of a device update may use at most this fraction (1/4) of free device memory.
+DEVICE_MEMORY_DIVISOR = 4
+
+
+def choose_update_side(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,
+                       copy_streams: CopyStreams | None) -> tuple[UpdateSide, list[str]]:
+    """The side, and notes that give the reason if there was a choice. Collective: all ranks choose the same."""
+    offload = config.offload
+    if copy_streams is None or offload.offload_optimizer_device == "none" or offload.offload_update == "device":
+        return "device", []
+    if device.type == "cuda":
+        set_cpu_threads()
+    threads = f"{torch.get_num_threads()} threads"
+    if offload.delayed_param_update and rule.elementwise and offload.offload_optimizer_device == "cpu":
+        return "host", [f" offload: the host updates a step behind, with {threads} a rank"]
+    if offload.offload_update == "host" or offload.offload_optimizer_device == "nvme":
+        return "host", [f" offload: the host updates, with {threads} a rank"]
+    if device.type != "cuda" or not isinstance(rule, AdamW):
+        return "host", [f" offload: the host updates, with {threads} a rank: only Adam is tried on both sides"]
+    numel = int(sum(full_shape(parameter).numel() for parameter in model.parameters()) / groups.dp.size
+                * offload.offload_optimizer_ratio)
+    on_host, on_device = (numel * seconds for seconds in time_both_sides(
+        rule, device, copy_streams, DTYPES[config.precision.name], groups.world,
+        pinned=offload.offload_optimizer_pin_memory))
+    sums = gradient_precisions(stage_policy(config.zero.zero_stage), config.precision,
+                               config.accumulation(groups.dp.size))[1]
+    # a device update needs the sums of the gradients, and the chunk buffers
+    needed = numel * DTYPES[sums].itemsize + STEP_BUFFER_SETS * 3 * 4 * HOST_CHUNK_NUMEL
+    fits = all_reduce_scalar(needed * DEVICE_MEMORY_DIVISOR <= torch.cuda.mem_get_info(device)[0], groups.world, "min")
+    side: UpdateSide = "device" if on_device < on_host and fits else "host"
+    why = "" if fits or on_device >= on_host else f", which would keep {needed / 2**30:.1f} GiB there"
+    return side, [f" offload: the {side} updates; a step's update takes about {on_host:.2f} s by the host with "
+                  f"{threads} a rank, {on_device:.2f} s on the device{why} (--offload-update)"]
 
 
 def set_cpu_threads() -> None:
@@ -42,6 +87,51 @@ def set_cpu_threads() -> None:
         torch.set_num_threads(cores if is_bound else max(1, cores // ranks))
 
 
+def time_both_sides(rule: AdamW, device: torch.device, copy_streams: CopyStreams, work: torch.dtype, world: Group, *,
+                    pinned: bool, chunk: int = HOST_CHUNK_NUMEL) -> tuple[float, float]:
+    """Seconds per element of an update by the host and on the device, on the slowest rank. Collective: all ranks run at
+    once, as in training."""
+    host = HostStorage(torch.float32, chunk, pinned=pinned)
+    shard = host.allocate_shard("trial", chunk * TRIAL_CHUNKS)
+    shard.add_kinds(rule.states)
+    on_device = torch.zeros(chunk, dtype=work, device=device)
+    seconds = []
+    for storage, update_device in ((host, torch.device("cpu")),
+                                   (StreamingHostStorage(torch.float32, chunk, copy_streams, device, pinned=pinned),
+                                    device)):
+        rule.bind_device(update_device, world)
+        run_step = partial(_run_trial_step, update_device, rule, storage, shard, copy_streams, on_device, pinned)
+        run_step()  # to warm up
+        best, end = float("inf"), time.monotonic() + TRIAL_SECONDS
+        while best == float("inf") or time.monotonic() < end:
+            start = time.monotonic()
+            run_step()
+            best = min(best, time.monotonic() - start)
+        seconds.append(all_reduce_scalar(best, world, "max") / shard.numel)
+    return seconds[0], seconds[1]
+
+
+def _run_trial_step(update_device: torch.device, rule: AdamW, storage: StorageBackend, shard: HostShard,
+                    copy_streams: CopyStreams, on_device: Tensor, pinned: bool) -> None:
+    """One update of all chunks, including the copy of new weights to the device, but not that of gradients to the host:
+    in training that one overlaps backward."""
+    on_host = storage.update_location is Location.HOST
+    grads = page_aligned_zeros(len(on_device), on_device.dtype, pinned=pinned) if on_host else on_device
+    staging = StagingDoubleBuffer(len(on_device) if on_host else 0, on_device.dtype, None, pinned=pinned)
+    at = StepScalars.for_applied_step(0.5, 1, update_device)
+    for tensors, in storage.iter_chunks([(shard, chunk)] for chunk in shard.chunks):
+        lp_out = staging.acquire(len(on_device)) if on_host else on_device
+        states = {kind: tensors[kind] for kind in rule.states}
+        segment = UpdateSegment(0, tensors[WEIGHT], grads, states, (), 1, lambda sums: sums, lp_out)
+        if not rule.step([segment], {"lr": 0.0, "betas": (0.9, 0.99), "eps": 1e-8, "weight_decay": 0.0}, at):
+            lp_out.copy_(tensors[WEIGHT])
+        if on_host:
+            staging.mark_sent(last := copy_streams.to_device.copy(on_device, lp_out))
+    if on_host:
+        last.wait_on_host()
+    shard.wait_for_pending()
+
+
 def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, device: torch.device, groups: Groups,
                           ) -> tuple[EngineStorage, list[str]]:
     """The storage, and notes for the user. Collective: an error of one rank is raised on all."""
@@ -50,20 +140,16 @@ def create_engine_storage(config: Config, rule: UpdateRule, model: nn.Module, de
     copy_streams = create_copy_streams(device) if places != ("none", "none") else None
     if copy_streams is not None:
         all_succeed_or_raise(lambda: check_host_memory(config, rule, model, groups.dp.size), groups.world)
-    notes = []
-    if copy_streams is not None and offload.offload_optimizer_device != "none" and offload.offload_update == "host":
-        if device.type == "cuda":
-            set_cpu_threads()
-        notes.append(f" offload: the host updates, with {torch.get_num_threads()} threads a rank")
-    drives: Mapping[str, SwapDrive] = {}
-    if "nvme" in places:
-        drives = all_succeed_or_raise(lambda: open_drives(config), groups.world)
-        notes += all_succeed_or_raise(lambda: probe_drives(config, rule, model, groups.dp.size, drives), groups.world)
-    return _create_storage(config, rule, device, drives, copy_streams), notes
+    update, notes = choose_update_side(config, rule, model, device, groups, copy_streams)
+    if "nvme" not in places:
+        return _create_storage(config, rule, device, {}, copy_streams, update), notes
+    drives = all_succeed_or_raise(lambda: open_drives(config), groups.world)
+    notes += all_succeed_or_raise(lambda: probe_drives(config, rule, model, groups.dp.size, drives), groups.world)
+    return _create_storage(config, rule, device, drives, copy_streams, update), notes
 
 
 def _create_storage(config: Config, rule: UpdateRule, device: torch.device, drives: Mapping[str, SwapDrive],
-                    copy_streams: CopyStreams | None) -> EngineStorage:
+                    copy_streams: CopyStreams | None, update: UpdateSide) -> EngineStorage:
     offload, work = config.offload, DTYPES[config.precision.name]
     pins_optimizer = device.type == "cuda" and offload.offload_optimizer_pin_memory
     pins_params = device.type == "cuda" and offload.offload_param_pin_memory
@@ -81,10 +167,9 @@ def _create_storage(config: Config, rule: UpdateRule, device: torch.device, driv
             chunk_numel=update_chunk, buffer_sets=STEP_BUFFER_SETS, pinned=pins_optimizer,
             pipeline_read=offload.offload_optimizer_pipeline_read,
             pipeline_write=offload.offload_optimizer_pipeline_write))
-    elif place == "cpu" and copy_streams is not None and offload.offload_update == "host":
-        optimizer = HostStorage(torch.float32, update_chunk, pinned=pins_optimizer)
     elif place == "cpu" and copy_streams is not None:
-        optimizer = StreamingHostStorage(torch.float32, update_chunk, copy_streams, device, pinned=pins_optimizer)
+        optimizer = (HostStorage(torch.float32, update_chunk, pinned=pins_optimizer) if update == "host" else
+                     StreamingHostStorage(torch.float32, update_chunk, copy_streams, device, pinned=pins_optimizer))
 
     params: StorageBackend = DeviceStorage(device, work)
     if offload.offload_param_device == "nvme":
