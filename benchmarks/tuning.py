@@ -50,7 +50,7 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as place:
         compare(flags, Path(place), mine.rounds)
         if mine.live:
-            cli.main([*flags, "--autotuning-results-dir", f"{place}/results", "--autotuning-exps-dir", f"{place}/live"])
+            cli.main([*flags, "--autotuning-results-dir", f"{place}/results"])
 
 
 def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
@@ -77,7 +77,7 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
         measure([*grid])
     seconds = time.monotonic() - begin
     searched = dict[TuningChoice, TrialResult]()
-    while isinstance(option := next_trial(planned, capacity, searched, tuning), TrialOption):
+    while isinstance(option := next_trial(planned, capacity, searched, tuning.autotuning_tuner_num_trials), TrialOption):
         searched[option.choice] = outcomes[option.choice]
     ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
     pick = fastest_choice(searched)

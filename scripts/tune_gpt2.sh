@@ -21,5 +21,5 @@ given --global-batch-size "$@" || FLAGS+=(--global-batch-size 16)
 PYTHONPATH="$(with_sources)"
 export PYTHONPATH
 exec "$PYTHON" -P -m megatron.tune --ranks "$GPUS_PER_NODE" --preset "$PRESET" --attention-dropout 0 --hidden-dropout 0 \
-    --autotuning-results-dir "$RUNS/tune_gpt2/$PRESET" --autotuning-exps-dir "$RUNS/tune_gpt2/$PRESET/trials" \
+    --autotuning-results-dir "$RUNS/tune_gpt2/$PRESET" \
     "${FLAGS[@]}" "$@"

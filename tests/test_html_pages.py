@@ -8,14 +8,13 @@ from pathlib import Path
 
 import pytest
 
-from data.html_page import html_document, html_section, style_sheet
+from data.html_page import style_sheet
 from megatron.serve.app import playground
 from tests.megatron.helpers import ROOT
 from tests.test_hostile_text import of_the_report, of_the_webtext_report
 
 PAGES: dict[str, Callable[[], str]] = {
     "report": lambda: of_the_report("run"), "web text": lambda: of_the_webtext_report("stage"),
-    "tuning": lambda: html_document("Tuning", ["fastest"], [html_section("Trials", ["trial"], [["1"]])]),
     "server": lambda: playground()[0]}
 COLOUR = r"#[0-9a-f]{3,8}\b|\b(?:rgb|hsl|white|black|red|green|gr[ae]y)\b(?!-)"
 

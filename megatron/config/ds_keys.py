@@ -206,13 +206,9 @@ DS_KEYS: dict[str, DsKeyRow] = {
     "comet": UnsupportedSection("scalars can go to tensorboard, csv_monitor and wandb, and from pretrain_gpt2.py to "
                                 "--metrics-file"),
     "flops_profiler.recompute_fwd_factor": IgnoredKey(NUMBER, 0.0, "recomputation is counted as it runs"),
-    "autotuning.arg_mappings": IgnoredKey(ANY, None, "python -m megatron.tune knows the flags of the trainer"),
-    **{f"autotuning.{name}": IgnoredKey(ANY, None, "python -m megatron.tune plans the memory of the model itself")
-       for name in ("model_info", "model_info_path")},
-    "autotuning.metric_path": IgnoredKey(ANY, None, "trials report to a metrics file in exps_dir"),
-    "autotuning.min_train_batch_size": IgnoredKey(COUNT, 1, "the samples of a step are given, and stay"),
-    **{f"autotuning.{name}_train_micro_batch_size_per_gpu": IgnoredKey(
-        ANY, None, "every micro-batch that fits is looked at") for name in ("min", "max")},
+    **{f"autotuning.{name}": IgnoredKey(ANY, None, "python -m megatron.tune decides this itself") for name in (
+        "arg_mappings exps_dir fast max_train_batch_size metric num_tuning_micro_batch_sizes tuner_early_stopping "
+        "tuner_type").split()},
     "comms_logger": UnsupportedSection("collectives are not logged one by one"),
     "timers": UnsupportedSection("there are no timers to configure"),
     # quantisation

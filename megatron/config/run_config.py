@@ -157,34 +157,15 @@ class AutotuningConfig(ConfigSection):
 
     autotuning: bool = setting(False, "python -m megatron.tune with the same flags is what tunes",
                                json=_AUTOTUNING + "enabled", is_unread=True)
-    autotuning_fast: bool = setting(
-        True, "leave sizes of buckets as they are (--no-autotuning-fast: try some)", json=_AUTOTUNING + "fast")
     autotuning_results_dir: str = setting(
         "autotuning_results", "folder of the trials and of what came of them", json=_AUTOTUNING + "results_dir")
-    autotuning_exps_dir: str = setting(
-        "autotuning_exps", "folder of what each trial wrote", json=_AUTOTUNING + "exps_dir")
     autotuning_overwrite: bool = setting(False, "begin again where there are trials already, instead of going on",
                                          json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
-    autotuning_metric: Literal["throughput", "latency", "flops"] = setting(
-        "throughput", "what the results are told in; the batch of a step is given, so that their order is the same",
-        json=_AUTOTUNING + "metric")
     autotuning_start_profile_step: int = setting(3, "the first step of a trial that counts, from 1",
                                                  json=_AUTOTUNING + "start_profile_step", ge=1)
     autotuning_end_profile_step: int = setting(5, "the last one, after which the trial ends",
                                                json=_AUTOTUNING + "end_profile_step")
-    autotuning_tuner_type: Literal["model_based", "gridsearch", "random"] = setting(
-        "model_based", "the order of a round of trials: that of the predicted time; that of the grid; any",
-        json=JsonKey(_AUTOTUNING + "tuner_type", help="DeepSpeed's default is gridsearch"))
-    autotuning_tuner_early_stopping: int = setting(
-        12, "end a round of trials after this many that were no faster; 0: do not",
-        json=JsonKey(_AUTOTUNING + "tuner_early_stopping", help="DeepSpeed's default is 5"), ge=0)
     autotuning_tuner_num_trials: int = setting(50, "trials at most", json=_AUTOTUNING + "tuner_num_trials", ge=1)
-    autotuning_num_tuning_micro_batch_sizes: int = setting(
-        5, "micro-batches that are tried of each choice of the rest, those of the best predicted time",
-        json=JsonKey(_AUTOTUNING + "num_tuning_micro_batch_sizes", help="DeepSpeed's default is 3"), ge=1)
-    autotuning_max_train_batch_size: int | None = setting(
-        None, "samples of a step, where --global-batch-size does not say (default: those of the flags)",
-        json=_AUTOTUNING + "max_train_batch_size", ge=1)
     autotuning_mp_size: int | None = setting(
         None, "tensor parallel size (default: all that divide ranks and model are tried)",
         json=JsonKey(_AUTOTUNING + "mp_size", help="DeepSpeed's default is 1"), ge=1)

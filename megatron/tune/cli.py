@@ -6,7 +6,6 @@ With --steps-in it only measures the speed of the run as it is, for the scripts.
 from __future__ import annotations
 
 import argparse
-import re
 import sys
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
@@ -15,7 +14,6 @@ from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
-from data.html_page import html_document, html_section
 from data.storage import DataError, hold_writer_lock, make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser, require_positive
@@ -27,59 +25,38 @@ from megatron.plan.cli import align_columns, num_visible_gpus, with_vocabulary
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.roofline import measured_rates
 from megatron.report.run_report import UNKNOWN
-from megatron.train.flops import flops_per_token
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,
                                   candidate_families, common_error, fastest_choice, next_repeat, next_trial,
                                   plan_choices, samples_per_step)
-from megatron.tune.trial import (RESULTS_FLAG, TRIALS_FILE, TRIALS_FOLDER_FLAG, TrialRecords, TrialRunner,
-                                 trial_key)
+from megatron.tune.trial import RESULTS_FLAG, TRIALS_FILE, TRIALS_FOLDER, TrialRecords, TrialRunner, trial_key
 
-COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "bucket", "needs", "on the host", "predicted",
+COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "on the host", "predicted",
            "measured", "")
-BATCH_KEYS = {"--batch-size": "train_micro_batch_size_per_gpu", "--global-batch-size": "train_batch_size"}
 MEASURED_STEPS = (4, 12)  # of --steps-in, both ends included: the first steps are slower
-METRIC_UNITS = {"throughput": "samples/s", "latency": "ms a step", "flops": "TFLOP/s of a rank"}
 
 
-def format_metric(requested: PlannedRun, seconds: float) -> str:
-    """A step of `seconds` in the metric of --autotuning-metric."""
-    config, samples = requested.config, samples_per_step(requested)
-    flops = samples * config.seq_length * flops_per_token(config.model, config.seq_length)
-    value = {"throughput": samples / seconds, "latency": 1e3 * seconds,
-             "flops": flops / seconds / requested.ranks / 1e12}
-    kind = config.autotuning.autotuning_metric
-    return f"{value[kind]:.4g} {METRIC_UNITS[kind]}"
+def format_speed(requested: PlannedRun, seconds: float) -> str:
+    return f"{samples_per_step(requested) / seconds:.4g} samples/s"
 
 
 def recommended_flags(requested: PlannedRun, best: TuningChoice) -> list[str]:
-    """The flags to append, and the keys to change in a DeepSpeed file that has the same settings."""
-    names, samples, keys, flags = requested.config.key_names, samples_per_step(requested), list[str](), list[str]()
-    given = dict(names.keys_of_given)
-    if names.file and any(key in Path(names.file).read_text(encoding="utf-8") for key in BATCH_SIZE_KEYS):
-        given |= BATCH_KEYS
-    # "--flag value ..." -> [["--flag", "value", ...], ...]
-    for flag, *values in map(str.split, re.split(r" (?=--)", " ".join(best.flags(requested)))):
-        key = given.get(flag.replace("--no-", "--", 1))
-        if key is None:
-            flags += [flag, *values]
-        elif key.split(".")[-1].startswith("cpu_offload"):
-            keys.append(f"{key} {str(values != ['none']).lower()}")
-        else:
-            keys.append(f"{key} {' '.join(values) or str(not flag.startswith('--no-')).lower()}")
-    if "--batch-size" in given:
-        keys.append(f"gradient_accumulation_steps {samples // (best.batch * (requested.ranks // best.tp))}")
-    return [*([f"in {names.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
+    """The flags to append, and before them the keys of a DeepSpeed file that set the same, to be left out of it."""
+    names, flags = requested.config.key_names, best.flags(requested)
+    keys = [names.keys_of_given[flag] for flag in flags if flag in names.keys_of_given]
+    if names.file:
+        text = Path(names.file).read_text(encoding="utf-8")
+        keys += [key for key in BATCH_SIZE_KEYS if key in text and key not in keys]
+    return [*([f"leave out of {names.file}: {', '.join(keys)}"] if keys else []), "flags: " + " ".join(flags)]
 
 
 def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialResult], num_choices: int,
                    best: TuningChoice) -> list[str]:
     seconds, times = trials[best].seconds, [seconds for seconds in trials[best].times if isfinite(seconds)]
     assert seconds is not None, "the best one was measured"
-    metrics = dict.fromkeys((format_metric(requested, seconds), f"{1e3 * seconds:.4g} {METRIC_UNITS['latency']}"))
     all_times = f" (the least of {', '.join(f'{1e3 * one:.4g}' for one in times)})" if len(times) > 1 else ""
-    lines = [f"fastest: {', '.join(metrics)}{all_times}, after {format_count(len(trials), 'trial')} of "
-             f"{format_count(num_choices, 'choice')}"]
+    lines = [f"fastest: {format_speed(requested, seconds)}, {1e3 * seconds:.4g} ms a step{all_times}, after "
+             f"{format_count(len(trials), 'trial')} of {format_count(num_choices, 'choice')}"]
     # repeated choices whose least time is within the range of the fastest one
     ties = sum(len(trial.times) > 1 and trial.seconds is not None and trial.seconds <= max(times, default=0.0)
                for choice, trial in trials.items() if choice != best)
@@ -104,8 +81,8 @@ def describe_search(options: Sequence[TrialOption], candidates: Sequence[TrialOp
 def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
                trials: TrialRunner, results: TrialRecords) -> None:
     """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
-    failed, tuning, planned = 0, requested.config.autotuning, [*options.values()]
-    candidates = sum(candidate_families(planned, capacity, {}, tuning), [])
+    failed, planned = 0, [*options.values()]
+    candidates = sum(candidate_families(planned, capacity, {}), [])
     print(describe_search(planned, candidates, capacity)
           + (f"; goes on after {format_count(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
     while True:
@@ -114,7 +91,7 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
             results.remove(list(results.trials)[-2:])
             raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
                                             f"this; what they wrote is in {trials.folder})")
-        following = next_trial(planned, capacity, known, tuning)
+        following = next_trial(planned, capacity, known, requested.config.autotuning.autotuning_tuner_num_trials)
         choice = next_repeat(known) if isinstance(following, str) else following.choice
         if choice is None:
             print(f"over: {following}", flush=True)
@@ -125,9 +102,9 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
         results.add(choice, result if before is None else before.merge_repeat(result))
         failed = failed + 1 if before and result.seconds is None else 0
         result_text = (f"{result.state}: {result.words}" if result.seconds is None
-                       else f"measured {format_metric(requested, result.seconds)}")
+                       else f"measured {format_speed(requested, result.seconds)}")
         print(f"trial {trial}{' again' if before else ''}: {' '.join(choice.flags(requested))} | predicted "
-              f"{format_metric(requested, predicted)} | {result_text}", flush=True)
+              f"{format_speed(requested, predicted)} | {result_text}", flush=True)
         if failed == MAX_FAILED_REPEATS:
             print(f"over: what could be measured before cannot be any more ({result.words}); what counts is what was "
                   "measured", flush=True)
@@ -192,19 +169,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args.dry_run:
         planned = plan_choices(requested, measured_rates(requested))
         capacity = available_memory(requested, args.card_gb)
-        candidates = sum(candidate_families(planned, capacity, {}, tuning), [])
+        candidates = sum(candidate_families(planned, capacity, {}), [])
         print(f"{describe_search(planned, candidates, capacity)}; nothing is tried (--dry-run). The fastest by "
               "prediction:")
         for option in sorted(candidates, key=lambda option: option.predicted)[:DRY_RUN_CHOICES]:
-            print(f"  {format_metric(requested, option.predicted)} | {' '.join(option.choice.flags(requested))}")
+            print(f"  {format_speed(requested, option.predicted)} | {' '.join(option.choice.flags(requested))}")
         return 0
     with ExitStack() as stack:
         with prefix_storage_errors(RESULTS_FLAG):  # a second search with this folder fails
             path = make_folder(tuning.autotuning_results_dir) / TRIALS_FILE
             stack.enter_context(hold_writer_lock(path))
+            folder = make_folder(path.parent / TRIALS_FOLDER)
         results = TrialRecords(path, trial_key(requested), overwrite=tuning.autotuning_overwrite)
-        with prefix_storage_errors(TRIALS_FOLDER_FLAG):
-            folder = make_folder(tuning.autotuning_exps_dir)
         trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
                              args.trial_seconds)
         options = {option.choice: option for option in plan_choices(requested, measured_rates(requested))}
@@ -231,25 +207,18 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
     for number, (choice, result) in sorted(enumerate(trials.items(), 1), key=lambda row: row[1][1].seconds or inf):
         predicted, needed = options[choice].predicted, options[choice].memory_needed
         rows.append((str(number), str(choice.batch), str(choice.stage), str(choice.placement),
-                     "yes" if choice.recomputes else "no", str(choice.tp), f"{choice.bucket:,}",
+                     "yes" if choice.recomputes else "no", str(choice.tp),
                      format_bytes(int(needed.device)), format_bytes(int(needed.host)) if needed.host else "",
                      f"{1e3 * predicted:.4g} ms",
                      UNKNOWN if result.seconds is None else f"{1e3 * result.seconds:.4g} ms",
                      "" if result.state == "done" else f"{result.state}: {result.words}"))
-    print("", *align_columns(rows, left=(3, 11)), "", sep="\n", flush=True)
+    print("", *align_columns(rows, left=(3, 10)), "", sep="\n", flush=True)
     fastest = fastest_choice(trials)
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {format_count(len(trials), 'trial')} failed, as the table "
-                        f"says; what they wrote is in {requested.config.autotuning.autotuning_exps_dir}")
-    from megatron.model import count_parameters  # imports torch
-
+                        f"says; what they wrote is in {results.folder / TRIALS_FOLDER}")
     summary = summarize_best(requested, trials, len(options), fastest)
     print(*summary, sep="\n", flush=True)
-    with prefix_storage_errors(RESULTS_FLAG):
-        title = (f"Tuning {count_parameters(requested.config.model)[0]:,} parameters on "
-                 f"{format_count(requested.ranks, 'rank')}")
-        for name, text in (("tuning.html", html_document(title, summary, [html_section("Trials", rows[0], rows[1:])])),
-                           ("flags.txt", summary[-1].removeprefix("flags: ") + "\n")):
-            with staged_file(results.folder / name, "w") as file:
-                file.write(text)
+    with prefix_storage_errors(RESULTS_FLAG), staged_file(results.folder / "flags.txt", "w") as file:
+        file.write(summary[-1].removeprefix("flags: ") + "\n")
     return 0

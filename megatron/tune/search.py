@@ -1,8 +1,7 @@
 """The search of the tuner: legal choices, the memory of each and of this machine, successive halving over them.
 
-A choice is a micro-batch, ZeRO stage, offload placement, recomputation, tensor parallel size and bucket size. The
-samples of a step and the model are fixed. Choices that differ in micro-batch and bucket size alone are a *family*. In
-the first round each family has a trial of its choice of the best predicted time; the faster half of the families goes
+A choice is a micro-batch, ZeRO stage, offload placement, recomputation and tensor parallel size. The samples of a step
+and the model are fixed. Choices that differ in micro-batch alone are a *family*. In the first round each family has a trial of its choice of the best predicted time; the faster half of the families goes
 on to the next round, with a trial of the next best choice, until one family is left, whose choices are all tried. An
 out-of-memory trial rules out all choices that need at least as much memory on device and host; other failures rule
 out only their own choice.
@@ -11,7 +10,6 @@ out only their own choice.
 from __future__ import annotations
 
 import os
-import random
 import subprocess
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -21,7 +19,7 @@ from math import inf
 from typing import Literal
 
 from megatron import host_memory
-from megatron.config.tree import AutotuningConfig, require
+from megatron.config.tree import require
 from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError
 from megatron.plan.alternatives import PLACEMENTS, format_bytes
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
@@ -78,9 +76,6 @@ def query_gpus(field: str) -> list[str]:
         return []
 
 
-BUCKET_SIZES = (5_000_000, 50_000_000)  # elements; tried beside the configured size
-
-
 @dataclass(frozen=True)
 class TuningChoice:
     batch: int  # the micro-batch
@@ -89,7 +84,6 @@ class TuningChoice:
     optimizer: str  # device of the optimizer state
     params: str
     tp: int
-    bucket: int  # bucket size of reductions and gathers; the configured size keeps both as configured
 
     @property
     def placement(self) -> StatePlacement:
@@ -98,10 +92,8 @@ class TuningChoice:
     def apply_to(self, requested: PlannedRun) -> PlannedRun:
         """The requested run with this choice; ConfigError if that is not allowed."""
         config = requested.config
-        zero = replace(config.zero, zero_stage=self.stage)
-        if self.bucket != zero.reduce_bucket_size:
-            zero = replace(zero, reduce_bucket_size=self.bucket, allgather_bucket_size=self.bucket)
-        changed = replace(config, zero=zero, parallel=replace(config.parallel, model_parallel_size=self.tp),
+        changed = replace(config, zero=replace(config.zero, zero_stage=self.stage),
+                          parallel=replace(config.parallel, model_parallel_size=self.tp),
                           recompute=replace(config.recompute, checkpoint_activations=self.recomputes),
                           train=replace(config.train, batch_size=self.batch,
                                         global_batch_size=samples_per_step(requested)),
@@ -118,22 +110,18 @@ class TuningChoice:
         for kind, was, place in (("optimizer", requested.placement.optimizer, self.optimizer),
                                  ("param", requested.placement.params, self.params)):
             flags += [f"--offload-{kind}-device", "none"] if place == "none" != was else []
-        flags += ["--model-parallel-size", str(self.tp)] if self.tp != requested.tp or self.tp > 1 else []
-        if self.bucket != requested.config.zero.reduce_bucket_size:
-            flags += ["--reduce-bucket-size", str(self.bucket), "--allgather-bucket-size", str(self.bucket)]
-        return flags
+        return flags + (["--model-parallel-size", str(self.tp)] if self.tp != requested.tp or self.tp > 1 else [])
 
 
 def samples_per_step(requested: PlannedRun) -> int:
-    tuning, batch = requested.config.autotuning, requested.config.train.global_batch_size
-    return batch or tuning.autotuning_max_train_batch_size or requested.config.global_batch_size(requested.dp)
+    return requested.config.global_batch_size(requested.dp)
 
 
 def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
-    """Every legal choice, without those that change nothing: stages of a single data parallel rank with all state on
-    the device, and bucket sizes without communication, or on GPUs, which exchange whole blocks."""
+    """Every legal choice, without stages that change nothing: those of a single data parallel rank with all state on
+    the device."""
     samples, choices = samples_per_step(requested), dict[TuningChoice, PlannedRun]()
-    given_tp, given_bucket = requested.config.autotuning.autotuning_mp_size, requested.config.zero.reduce_bucket_size
+    given_tp = requested.config.autotuning.autotuning_mp_size
     # drives only if they are configured: they are slower than anything else
     devices = {"none", requested.placement.optimizer, requested.placement.params,
                *(["cpu"] if requested.device == "cuda" else [])}
@@ -142,13 +130,11 @@ def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
         if requested.ranks % tp or samples % dp:
             continue
         batches = [batch for batch in range(1, samples // dp + 1) if samples // dp % batch == 0]
-        has_one_bucket_size = requested.config.autotuning.autotuning_fast or dp == 1 or requested.device == "cuda"
-        buckets = [given_bucket] if has_one_bucket_size else sorted({given_bucket, *BUCKET_SIZES})
         placements = [(stage, placement) for stage, placement in product(range(4), PLACEMENTS)
                       if stage >= placement.min_stage and {placement.optimizer, placement.params} <= devices
                       and (dp > 1 or stage == placement.min_stage or placement != ALL_ON_DEVICE and stage == 3)]
-        for (stage, placement), recomputes, bucket, batch in product(placements, (False, True), buckets, batches):
-            choice = TuningChoice(batch, stage, recomputes, placement.optimizer, placement.params, tp, bucket)
+        for (stage, placement), recomputes, batch in product(placements, (False, True), batches):
+            choice = TuningChoice(batch, stage, recomputes, placement.optimizer, placement.params, tp)
             with suppress(ConfigError):
                 choices[choice] = choice.apply_to(requested)
     return choices
@@ -162,7 +148,9 @@ TrialState = Literal["done", "memory", "crash", "hang"]
 MEASURED_SHARE, MIN_MEASURED = 0.28, 8
 # The number of best choices that are measured again, and the maximum number of repeats.
 FINALISTS, REPEATS = 3, 2
-MIN_PROGRESS = 0.01  # a smaller gain counts as none for early stopping
+EARLY_STOPPING = 12  # families in turn that were no faster, after which a round ends
+MIN_PROGRESS = 0.01  # a smaller gain counts as none for it
+FAMILY_SIZE = 5  # micro-batches of a family
 
 
 @dataclass(frozen=True)
@@ -175,8 +163,8 @@ class TrialOption:
 
     @property
     def family(self) -> TuningChoice:
-        """All settings but the micro-batch and the bucket size."""
-        return replace(self.choice, batch=0, bucket=0)
+        """All settings but the micro-batch."""
+        return replace(self.choice, batch=0)
 
 
 @dataclass(frozen=True)
@@ -220,43 +208,35 @@ def plan_choices(requested: PlannedRun, rates: MachineRates) -> list[TrialOption
     return options
 
 
-def candidate_families(options: Sequence[TrialOption], capacity: MemoryBudget, trials: Trials,
-                       tuning: AutotuningConfig) -> list[list[TrialOption]]:
-    """The options that fit, by family; --autotuning-tuner-type says in which order. A family has its micro-batches of
-    the best predicted time, at most --autotuning-num-tuning-micro-batch-sizes."""
+def candidate_families(options: Sequence[TrialOption], capacity: MemoryBudget,
+                       trials: Trials) -> list[list[TrialOption]]:
+    """The options that fit, by family, those of the best predicted time first; at most FAMILY_SIZE of a family."""
     too_much = [option.memory_needed for option in options
                 if option.choice in trials and trials[option.choice].state == "memory"]
-    order = [option for option in options if capacity.can_hold(option.memory_needed)
-             and not any(option.memory_needed.can_hold(needed) for needed in too_much)]
-    if tuning.autotuning_tuner_type == "random":
-        random.Random(len(options)).shuffle(order)
-    elif tuning.autotuning_tuner_type == "model_based":
-        order.sort(key=lambda option: option.predicted)
-    families, batches = dict[TuningChoice, list[TrialOption]](), dict[TuningChoice, set[int]]()
-    for option in order:
-        sizes = batches.setdefault(option.family, set())
-        if option.choice.batch in sizes or len(sizes) < tuning.autotuning_num_tuning_micro_batch_sizes:
-            sizes.add(option.choice.batch)
+    families = dict[TuningChoice, list[TrialOption]]()
+    for option in sorted(options, key=lambda option: option.predicted):
+        if capacity.can_hold(option.memory_needed) \
+                and not any(option.memory_needed.can_hold(needed) for needed in too_much):
             families.setdefault(option.family, []).append(option)
-    return list(families.values())
+    return [family[:FAMILY_SIZE] for family in families.values()]
 
 
 def next_trial(options: Sequence[TrialOption], capacity: MemoryBudget, trials: Trials,
-               tuning: AutotuningConfig) -> TrialOption | str:
+               most_trials: int) -> TrialOption | str:
     """The option to try, or why the search is over. Replays the rounds so far, so that a killed search goes on."""
     most = max(MIN_MEASURED, int(MEASURED_SHARE * len(options)))
-    families = candidate_families(options, capacity, trials, tuning)[:most * 2 // 3]
+    families = candidate_families(options, capacity, trials)[:most * 2 // 3]
     for round_number in count():
         fastest, without_gain, finished, is_exhausted = inf, 0, list[tuple[float, list[TrialOption]]](), True
         for family in families:
-            if 0 < tuning.autotuning_tuner_early_stopping <= without_gain:
+            if without_gain >= EARLY_STOPPING:
                 break  # the others are predicted to be slower still
             measured = [trials[option.choice].first_seconds for option in family if option.choice in trials
                         and trials[option.choice].seconds is not None][:round_number + 1]
             untried = [option for option in family if option.choice not in trials]
             if len(measured) <= round_number and untried:
-                if len(trials) >= tuning.autotuning_tuner_num_trials:
-                    return f"--autotuning-tuner-num-trials is {tuning.autotuning_tuner_num_trials}"
+                if len(trials) >= most_trials:
+                    return f"--autotuning-tuner-num-trials is {most_trials}"
                 if sum(trial.seconds is not None for trial in trials.values()) >= most:
                     return f"{most} of {len(options)} choices were measured"
                 return untried[0]

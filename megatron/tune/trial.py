@@ -46,7 +46,8 @@ from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_
 # After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS.
 EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
 
-TRIALS_FOLDER_FLAG = "--autotuning-exps-dir"
+TRIALS_FILE, TRIALS_FOLDER = "trials.jsonl", "trials"  # in the folder of the results
+RESULTS_FLAG = "--autotuning-results-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 SCALE = 2.0**8  # maximum loss scale in fp16
 POLL_SECONDS = 0.5
@@ -68,7 +69,7 @@ class TrialRunner:
     time_limit: float | None = None  # seconds of a trial, in place of our limits
 
     def run(self, number: int, run: PlannedRun, predicted: float) -> TrialResult:
-        with prefix_storage_errors(TRIALS_FOLDER_FLAG), write_errors_for(self.folder):
+        with prefix_storage_errors(RESULTS_FLAG), write_errors_for(self.folder):
             for attempt in count(1):
                 place = self.folder / (f"{number:03}" if attempt == 1 else f"{number:03}-{attempt}")
                 with suppress(FileExistsError):
@@ -158,13 +159,11 @@ def _recorded_steps(metrics: Path) -> list[tuple[int, float]]:
 
 def trial_key(requested: PlannedRun) -> dict[str, Any]:
     """What trials must have in common: the settings that are not tuned, and the machine."""
-    config, zero, tuning = requested.config, requested.config.zero, requested.config.autotuning
+    config, tuning = requested.config, requested.config.autotuning
     samples = samples_per_step(requested)
-    gathered = 1 if zero.allgather_bucket_size == zero.reduce_bucket_size else zero.allgather_bucket_size
     untuned = replace(
         config, save=SaveConfig(), log=LogConfig(), autotuning=AutotuningConfig(),
-        parallel=replace(config.parallel, model_parallel_size=1), zero=replace(
-            zero, zero_stage=0, reduce_bucket_size=1, allgather_bucket_size=gathered),
+        parallel=replace(config.parallel, model_parallel_size=1), zero=replace(config.zero, zero_stage=0),
         recompute=replace(config.recompute, checkpoint_activations=False),
         offload=replace(config.offload, offload_optimizer_device="none", offload_param_device="none"),
         train=replace(config.train, batch_size=1, global_batch_size=samples, train_iters=1))
@@ -187,8 +186,6 @@ def _processor(device: Device) -> str:
     return platform.machine()
 
 
-TRIALS_FILE = "trials.jsonl"
-RESULTS_FLAG = "--autotuning-results-dir"
 MAX_DIFFERENCES = 8  # maximum number of differences in an error message
 
 

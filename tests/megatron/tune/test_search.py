@@ -5,17 +5,17 @@ from __future__ import annotations
 
 import math
 import random
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import cache
 
 import pytest
 
-from megatron.config.run_config import AutotuningConfig
 from megatron.plan import cli as plan
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import peak_memory
 from megatron.plan.roofline import MachineRates, step_time
-from megatron.tune.search import (MEASURED_SHARE, MemoryBudget, TrialOption, TrialResult, TuningChoice,
+from megatron.tune import search
+from megatron.tune.search import (FAMILY_SIZE, MEASURED_SHARE, MemoryBudget, TrialOption, TrialResult, TuningChoice,
                                   candidate_families, fastest_choice, legal_choices, next_trial, plan_choices,
                                   samples_per_step)
 
@@ -69,13 +69,13 @@ class CostSurface:
 
 # ---- the search ----------------------------------------------------------------------------------------------------
 
-TUNING = AutotuningConfig()
+MOST = 50
 UNLIMITED = MemoryBudget(math.inf, math.inf)
 
 
-def searched(surface: CostSurface, tuning: AutotuningConfig = TUNING) -> dict[TuningChoice, TrialResult]:
+def searched(surface: CostSurface) -> dict[TuningChoice, TrialResult]:
     options, trials = options_of(*surface.flags), dict[TuningChoice, TrialResult]()
-    while isinstance(option := next_trial(options, MemoryBudget(surface.memory), trials, tuning), TrialOption):
+    while isinstance(option := next_trial(options, MemoryBudget(surface.memory), trials, MOST), TrialOption):
         assert option.choice not in trials
         trials[option.choice] = surface.outcome(option)
     return trials
@@ -101,18 +101,18 @@ def test_a_search_that_was_killed_goes_on_as_it_would_have() -> None:
     surface = CostSurface.of(3)
     whole = list(searched(surface).items())
     for number in range(len(whole)):
-        option = next_trial(options_of(), MemoryBudget(surface.memory), dict(whole[:number]), TUNING)
+        option = next_trial(options_of(), MemoryBudget(surface.memory), dict(whole[:number]), MOST)
         assert isinstance(option, TrialOption) and option.choice == whole[number][0]
 
 
-def test_rounds_halve_the_families_and_try_the_next_choice_of_each() -> None:
+def test_rounds_halve_the_families_and_try_the_next_choice_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the prediction is right, the first round has one trial for each family, in their order."""
     options, trials, families = options_of(), dict[TuningChoice, TrialResult](), list[TuningChoice]()
-    tuning = replace(TUNING, autotuning_tuner_early_stopping=0)
-    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+    monkeypatch.setattr(search, "EARLY_STOPPING", math.inf)
+    while isinstance(option := next_trial(options, UNLIMITED, trials, 1000), TrialOption):
         trials[option.choice] = TrialResult("done", option.predicted)
         families.append(option.family)
-    first = candidate_families(options, UNLIMITED, {}, tuning)
+    first = candidate_families(options, UNLIMITED, {})
     count = len(first)
     assert families[:count] == [family[0].family for family in first]
     assert families[count:count + count // 2] == families[:count // 2]
@@ -120,30 +120,29 @@ def test_rounds_halve_the_families_and_try_the_next_choice_of_each() -> None:
 
 
 def test_what_does_not_fit_and_all_but_the_best_micro_batches_are_left_out() -> None:
-    options = options_of("--no-autotuning-fast")
-    capacity = sorted(option.memory_needed.device for option in options)[len(options) // 2]
-    tuning = replace(TUNING, autotuning_num_tuning_micro_batch_sizes=2)
-    families = candidate_families(options, MemoryBudget(capacity), {}, tuning)
+    options = options_of("--global-batch-size", "128")
+    capacity = sorted(option.memory_needed.device for option in options)[len(options) * 3 // 4]
+    families = candidate_families(options, MemoryBudget(capacity), {})
     for family in families:
         alike = [option for option in options
                  if option.family == family[0].family and option.memory_needed.device <= capacity]
-        best = sorted({option.choice.batch: option.predicted for option in alike}.items(), key=lambda one: one[1])[:2]
-        assert {option.choice.batch for option in family} == {batch for batch, _ in best}
-        assert [option.predicted for option in family] == sorted(option.predicted for option in family)
+        assert family == sorted(alike, key=lambda option: option.predicted)[:FAMILY_SIZE]
+    assert max(map(len, families)) == FAMILY_SIZE
     first = [family[0].predicted for family in families]
     assert first == sorted(first)
 
 
 @pytest.mark.parametrize("flags", [(), ("--device", "cuda")])
-def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself(flags: tuple[str, ...]) -> None:
+def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself(
+        flags: tuple[str, ...], monkeypatch: pytest.MonkeyPatch) -> None:
     """On GPUs both of the device and of the host: the host may have killed a trial that is small on the GPU."""
     options = options_of(*flags)
-    tuning = replace(TUNING, autotuning_num_tuning_micro_batch_sizes=100)
+    monkeypatch.setattr(search, "FAMILY_SIZE", 100)
     failed = sorted(options, key=lambda option: option.memory_needed.device)[len(options) // 3]
 
     def kept(state: str) -> set[TuningChoice]:
         trials = {failed.choice: TrialResult(state)}  # type: ignore[arg-type]
-        return {option.choice for family in candidate_families(options, UNLIMITED, trials, tuning) for option in family}
+        return {option.choice for family in candidate_families(options, UNLIMITED, trials) for option in family}
 
     needs = failed.memory_needed
     smaller = {option.choice for option in options
@@ -151,20 +150,18 @@ def test_lack_of_memory_rules_out_what_needs_as_much_and_a_crash_only_itself(fla
     assert kept("memory") == smaller and kept("crash") == {option.choice for option in options}
 
 
-@pytest.mark.parametrize("kind", ["model_based", "gridsearch", "random"])
-def test_a_search_ends_when_every_trial_fails(kind: str) -> None:
+def test_a_search_ends_when_every_trial_fails() -> None:
     options, trials = options_of(), dict[TuningChoice, TrialResult]()
-    tuning = replace(TUNING, autotuning_tuner_type=kind, autotuning_tuner_num_trials=10**6)
-    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+    while isinstance(option := next_trial(options, UNLIMITED, trials, 10**6), TrialOption):
         trials[option.choice] = TrialResult("hang")
     assert option == "nothing is left to try" and len(trials) > 16 and fastest_choice(trials) is None
 
 
-def test_it_ends_at_the_number_of_trials_and_a_round_after_some_that_were_no_faster() -> None:
+def test_it_ends_at_the_number_of_trials_and_a_round_after_some_that_were_no_faster(monkeypatch) -> None:
     options, trials = options_of(), dict[TuningChoice, TrialResult]()
-    tuning = AutotuningConfig(autotuning_tuner_num_trials=7, autotuning_tuner_early_stopping=3)
+    monkeypatch.setattr(search, "EARLY_STOPPING", 3)
     families = list[TuningChoice]()
-    while isinstance(option := next_trial(options, UNLIMITED, trials, tuning), TrialOption):
+    while isinstance(option := next_trial(options, UNLIMITED, trials, 7), TrialOption):
         trials[option.choice] = TrialResult("done", 0.5 if len(trials) == 5 else 1.0)
         families.append(option.family)
     assert option == "--autotuning-tuner-num-trials is 7"
