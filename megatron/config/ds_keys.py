@@ -207,8 +207,8 @@ DS_KEYS: dict[str, DsKeyRow] = {
                                 "--metrics-file"),
     "flops_profiler.recompute_fwd_factor": IgnoredKey(NUMBER, 0.0, "recomputation is counted as it runs"),
     **{f"autotuning.{name}": IgnoredKey(ANY, None, "python -m megatron.tune decides this itself") for name in (
-        "arg_mappings exps_dir fast max_train_batch_size metric num_tuning_micro_batch_sizes tuner_early_stopping "
-        "tuner_type").split()},
+        "arg_mappings exps_dir fast max_train_batch_size metric num_tuning_micro_batch_sizes overwrite "
+        "tuner_early_stopping tuner_type").split()},
     "comms_logger": UnsupportedSection("collectives are not logged one by one"),
     "timers": UnsupportedSection("there are no timers to configure"),
     # quantisation

@@ -158,9 +158,8 @@ class AutotuningConfig(ConfigSection):
     autotuning: bool = setting(False, "python -m megatron.tune with the same flags is what tunes",
                                json=_AUTOTUNING + "enabled", is_unread=True)
     autotuning_results_dir: str = setting(
-        "autotuning_results", "folder of the trials and of what came of them", json=_AUTOTUNING + "results_dir")
-    autotuning_overwrite: bool = setting(False, "begin again where there are trials already, instead of going on",
-                                         json=JsonKey(_AUTOTUNING + "overwrite", help="DeepSpeed's default is true"))
+        "autotuning_results", "folder of what the trials wrote, and of what came of them",
+        json=_AUTOTUNING + "results_dir")
     autotuning_start_profile_step: int = setting(3, "the first step of a trial that counts, from 1",
                                                  json=_AUTOTUNING + "start_profile_step", ge=1)
     autotuning_end_profile_step: int = setting(5, "the last one, after which the trial ends",

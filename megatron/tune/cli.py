@@ -8,18 +8,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Mapping, Sequence
-from contextlib import ExitStack
 from math import inf, isfinite
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
 from data.cli import StrictArgumentParser, format_count, normalize_flag_names
-from data.storage import DataError, hold_writer_lock, make_folder, prefix_storage_errors, staged_file
+from data.storage import make_folder, prefix_storage_errors, staged_file
 from megatron.config.cli import is_dry_run, parse_args
 from megatron.config.cli_help import command_parser, require_positive
 from megatron.config.ds_cross_keys import BATCH_SIZE_KEYS
 from megatron.config.tree import require
-from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError, PeerError, StorageError
+from megatron.errors import PeerError
 from megatron.plan.alternatives import format_bytes
 from megatron.plan.cli import align_columns, num_visible_gpus, with_vocabulary
 from megatron.plan.footprint import PlannedRun
@@ -27,9 +26,9 @@ from megatron.plan.roofline import measured_rates
 from megatron.report.run_report import UNKNOWN
 from megatron.train.input_checks import check_inputs
 from megatron.tune.search import (MemoryBudget, TrialOption, TrialResult, TuningChoice, available_memory,
-                                  candidate_families, common_error, fastest_choice, next_repeat, next_trial,
+                                  candidate_families, fastest_choice, next_repeat, next_trial,
                                   plan_choices, samples_per_step)
-from megatron.tune.trial import RESULTS_FLAG, TRIALS_FILE, TRIALS_FOLDER, TrialRecords, TrialRunner, trial_key
+from megatron.tune.trial import RESULTS_FLAG, TrialRunner
 
 COLUMNS = ("trial", "micro-batch", "zero", "offload", "recomputed", "tp", "needs", "on the host", "predicted",
            "measured", "")
@@ -66,9 +65,6 @@ def summarize_best(requested: PlannedRun, trials: Mapping[TuningChoice, TrialRes
     return lines + recommended_flags(requested, best)
 
 
-# Errors of trials that every choice would have, by exit code.
-ERROR_CLASSES = {EXIT_CONFIG: ConfigError, EXIT_DATA: DataError, EXIT_STORAGE: StorageError}
-
 DRY_RUN_CHOICES = 10  # choices that a dry run prints
 
 MAX_FAILED_REPEATS = 2  # failed repeats in a row that end the search: the machine fails then, not the choices
@@ -79,27 +75,23 @@ def describe_search(options: Sequence[TrialOption], candidates: Sequence[TrialOp
 
 
 def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], capacity: MemoryBudget,
-               trials: TrialRunner, results: TrialRecords) -> None:
-    """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each."""
+               runner: TrialRunner) -> dict[TuningChoice, TrialResult]:
+    """Run trials until one kind of choice is left, repeat those of the fastest, and print a line for each. Returns them
+    in the order of their first measurement."""
     failed, planned = 0, [*options.values()]
     candidates = sum(candidate_families(planned, capacity, {}), [])
-    print(describe_search(planned, candidates, capacity)
-          + (f"; goes on after {format_count(len(results.trials), 'trial')}" if results.trials else ""), flush=True)
+    trials = dict[TuningChoice, TrialResult]()
+    print(describe_search(planned, candidates, capacity), flush=True)
     while True:
-        known = {choice: result for choice, result in results.trials.items() if choice in options}
-        if error := common_error(known):
-            results.remove(list(results.trials)[-2:])
-            raise ERROR_CLASSES[error.code](f"{error.words.removeprefix('error: ')} (two trials in turn ended with "
-                                            f"this; what they wrote is in {trials.folder})")
-        following = next_trial(planned, capacity, known, requested.config.autotuning.autotuning_tuner_num_trials)
-        choice = next_repeat(known) if isinstance(following, str) else following.choice
+        following = next_trial(planned, capacity, trials, requested.config.autotuning.autotuning_tuner_num_trials)
+        choice = next_repeat(trials) if isinstance(following, str) else following.choice
         if choice is None:
             print(f"over: {following}", flush=True)
-            return
-        predicted, before = options[choice].predicted, results.trials.get(choice)
-        trial = len(results.trials) + 1 if before is None else list(results.trials).index(choice) + 1
-        result = trials.run(trial, choice.apply_to(requested), predicted)
-        results.add(choice, result if before is None else before.merge_repeat(result))
+            return trials
+        predicted, before = options[choice].predicted, trials.get(choice)
+        trial = len(trials) + 1 if before is None else list(trials).index(choice) + 1
+        result = runner.run(trial, choice.apply_to(requested), predicted)
+        trials[choice] = result if before is None else before.merge_repeat(result)
         failed = failed + 1 if before and result.seconds is None else 0
         result_text = (f"{result.state}: {result.words}" if result.seconds is None
                        else f"measured {format_speed(requested, result.seconds)}")
@@ -108,7 +100,7 @@ def run_search(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption
         if failed == MAX_FAILED_REPEATS:
             print(f"over: what could be measured before cannot be any more ({result.words}); what counts is what was "
                   "measured", flush=True)
-            return
+            return trials
 
 
 EXAMPLES = """examples:
@@ -175,28 +167,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         for option in sorted(candidates, key=lambda option: option.predicted)[:DRY_RUN_CHOICES]:
             print(f"  {format_speed(requested, option.predicted)} | {' '.join(option.choice.flags(requested))}")
         return 0
-    with ExitStack() as stack:
-        with prefix_storage_errors(RESULTS_FLAG):  # a second search with this folder fails
-            path = make_folder(tuning.autotuning_results_dir) / TRIALS_FILE
-            stack.enter_context(hold_writer_lock(path))
-            folder = make_folder(path.parent / TRIALS_FOLDER)
-        results = TrialRecords(path, trial_key(requested), overwrite=tuning.autotuning_overwrite)
-        trials = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
-                             args.trial_seconds)
-        options = {option.choice: option for option in plan_choices(requested, measured_rates(requested))}
-        capacity = available_memory(requested, args.card_gb)
-        try:
-            run_search(requested, options, capacity, trials, results)
-        except (KeyboardInterrupt, SystemExit):
-            done = format_count(len(results.trials), "trial")
-            print(f"the same command goes on after {done}", file=sys.stderr, flush=True)
-            raise
-        return _report_results(requested, options, results, capacity)
+    with prefix_storage_errors(RESULTS_FLAG):
+        folder = make_folder(tuning.autotuning_results_dir)
+    runner = TrialRunner(folder, tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step,
+                         args.trial_seconds)
+    options = {option.choice: option for option in plan_choices(requested, measured_rates(requested))}
+    capacity = available_memory(requested, args.card_gb)
+    trials = run_search(requested, options, capacity, runner)
+    return _report_results(requested, options, trials, capacity, folder)
 
 
-def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption], results: TrialRecords,
-                    capacity: MemoryBudget) -> int:
-    trials = {choice: outcome for choice, outcome in results.trials.items() if choice in options}
+def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialOption],
+                    trials: Mapping[TuningChoice, TrialResult], capacity: MemoryBudget, folder: Path) -> int:
     if not trials:
         # by the larger of both shares of the capacity
         least = min((option.memory_needed for option in options.values()), key=lambda need: max(
@@ -216,9 +198,9 @@ def _report_results(requested: PlannedRun, options: Mapping[TuningChoice, TrialO
     fastest = fastest_choice(trials)
     if fastest is None:
         raise PeerError(f"no choice of {len(options)} ran: {format_count(len(trials), 'trial')} failed, as the table "
-                        f"says; what they wrote is in {results.folder / TRIALS_FOLDER}")
+                        f"says; what they wrote is in {folder}")
     summary = summarize_best(requested, trials, len(options), fastest)
     print(*summary, sep="\n", flush=True)
-    with prefix_storage_errors(RESULTS_FLAG), staged_file(results.folder / "flags.txt", "w") as file:
+    with prefix_storage_errors(RESULTS_FLAG), staged_file(folder / "flags.txt", "w") as file:
         file.write(summary[-1].removeprefix("flags: ") + "\n")
     return 0

@@ -20,7 +20,7 @@ from typing import Literal
 
 from megatron import host_memory
 from megatron.config.tree import require
-from megatron.errors import EXIT_CONFIG, EXIT_DATA, EXIT_STORAGE, ConfigError
+from megatron.errors import ConfigError
 from megatron.plan.alternatives import PLACEMENTS, format_bytes
 from megatron.plan.footprint import ALL_ON_DEVICE, PlannedRun, StatePlacement
 from megatron.plan.memory import USABLE_FRACTION, peak_memory
@@ -58,16 +58,16 @@ def available_memory(requested: PlannedRun, gb: float | None) -> MemoryBudget:
         return MemoryBudget(host)
     if given is None:  # of the fullest of the GPUs that the ranks use, the first visible ones
         try:
-            given = min(map(float, query_gpus("memory.free")[:requested.ranks])) * 2**20
+            given = min(map(float, free_gpu_memory()[:requested.ranks])) * 2**20
         except ValueError as error:
             raise ConfigError("the memory of the GPUs is not known here: give --card-gb") from error
     return MemoryBudget(given * USABLE_FRACTION, host)
 
 
-def query_gpus(field: str) -> list[str]:
-    """A field of the visible GPUs, by the driver's tool, which takes no memory of them; [] where it does not answer."""
+def free_gpu_memory() -> list[str]:
+    """MiB of the visible GPUs, by the driver's tool, which takes no memory of them; [] where it does not answer."""
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    command = ["nvidia-smi", f"--query-gpu={field}", "--format=csv,noheader,nounits",
+    command = ["nvidia-smi", "--query-gpu=memory.free", "--format=csv,noheader,nounits",
                *([] if visible is None else [f"--id={visible}"])]
     try:
         return subprocess.run(command, text=True, capture_output=True, check=True,
@@ -175,7 +175,6 @@ class TrialResult:
     # Of a step if done: the least of all measurements, since interference only makes steps longer.
     seconds: float | None = None
     words: str = ""  # the reason if not done
-    code: int = 0  # exit code
     times: tuple[float, ...] = ()  # seconds of each measurement of a repeated choice; infinite if it failed
 
     @property
@@ -223,7 +222,7 @@ def candidate_families(options: Sequence[TrialOption], capacity: MemoryBudget,
 
 def next_trial(options: Sequence[TrialOption], capacity: MemoryBudget, trials: Trials,
                most_trials: int) -> TrialOption | str:
-    """The option to try, or why the search is over. Replays the rounds so far, so that a killed search goes on."""
+    """The option to try, or why the search is over. Replays the rounds so far."""
     most = max(MIN_MEASURED, int(MEASURED_SHARE * len(options)))
     families = candidate_families(options, capacity, trials)[:most * 2 // 3]
     for round_number in count():
@@ -265,17 +264,6 @@ def next_repeat(trials: Trials) -> TuningChoice | None:
     is_plain = all(max(times[pick]) < min(times[choice]) for choice in first if choice != pick)
     is_enough = fewest > REPEATS or (fewest > 1 and is_plain)
     return None if lagging == first and is_enough else lagging[0]
-
-
-def common_error(trials: Trials) -> TrialResult | None:
-    """The error of the last two trials, if every choice would have it: settings that no trial has run with, data that
-    cannot be read, a disk that cannot be written."""
-    if len(trials) < 2:
-        return None
-    *before, one, other = trials.values()
-    is_common = (other.code in (EXIT_DATA, EXIT_STORAGE)
-                 or other.code == EXIT_CONFIG and one.words == other.words and not before)
-    return other if is_common and one.code == other.code else None
 
 
 def fastest_choice(trials: Trials) -> TuningChoice | None:

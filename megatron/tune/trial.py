@@ -5,48 +5,37 @@
     hang      no first step, or no end, within the timeout; all its processes are killed
     crash     any other end, also exit code 0 without the times of all steps
 
-Each attempt has its own folder. Killing the tuner also kills its running trial. The trials of a search are JSON lines
-on disk, so that a killed search continues with the next trial: the first line is the key (all untuned settings, the
-machine, its torch); trials under another key are refused. The file is replaced as a whole, so that no kill leaves half
-a line.
+Each attempt has its own folder. Killing the tuner also kills its running trial.
 """
 
 from __future__ import annotations
 
-import json
 import os
-import platform
 import re
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from contextlib import suppress
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import dataclass, replace
 from itertools import count
 from math import inf
 from pathlib import Path
 from statistics import median
-from typing import Any
 
-from data.storage import prefix_storage_errors, staged_file, write_errors_for
-from megatron.config.schema import flag_name
+from data.storage import prefix_storage_errors, write_errors_for
 from megatron.config.tree import AutotuningConfig, Config, LogConfig, ProfileConfig, SaveConfig, config_to_flags
 from megatron.distributed.exit_codes import MEMORY_CLASSES, MEMORY_TEXTS
-from megatron.errors import ConfigError
 from megatron.launch.supervisor import die_with_parent
 from megatron.metrics.sinks import MetricsFileReader
-from megatron.package import __version__
-from megatron.plan.footprint import Device, PlannedRun
-from megatron.tune.search import TrialResult, TuningChoice, query_gpus, samples_per_step
+from megatron.plan.footprint import PlannedRun
+from megatron.tune.search import TrialResult
 
 
 # After the first step a trial may take SLOWDOWN_LIMIT times the predicted seconds of its steps, and EXTRA_SECONDS.
 EXTRA_SECONDS, SLOWDOWN_LIMIT = 180.0, 10.0
 
-TRIALS_FILE, TRIALS_FOLDER = "trials.jsonl", "trials"  # in the folder of the results
 RESULTS_FLAG = "--autotuning-results-dir"
 TRAINER = ("-m", "pretrain_gpt2")
 SCALE = 2.0**8  # maximum loss scale in fp16
@@ -102,7 +91,7 @@ class TrialRunner:
         lines = [line.strip() for line in text.splitlines() if line.strip()]
         errors = [line for line in lines if ERROR.match(line) and not line.endswith(POINTER)]
         is_out_of_memory = end in (-signal.SIGKILL, 128 + signal.SIGKILL) or any(map(OOM_PATTERN.search, errors))
-        return TrialResult("memory" if is_out_of_memory else "crash", code=end,
+        return TrialResult("memory" if is_out_of_memory else "crash",
                            words=(errors or lines or [f"exit code {end}"])[-1][:MAX_ERROR_CHARACTERS])
 
 
@@ -152,94 +141,3 @@ def _recorded_steps(metrics: Path) -> list[tuple[int, float]]:
     records = MetricsFileReader(metrics) if metrics.exists() else ()
     return [(record["iteration"], record["step_ms"] / 1e3) for record in records
             if "step_ms" in record and not record.get("skipped")]
-
-
-# ---- records of trials -----------------------------------------------------------------------------------------------
-
-
-def trial_key(requested: PlannedRun) -> dict[str, Any]:
-    """What trials must have in common: the settings that are not tuned, and the machine."""
-    config, tuning = requested.config, requested.config.autotuning
-    samples = samples_per_step(requested)
-    untuned = replace(
-        config, save=SaveConfig(), log=LogConfig(), autotuning=AutotuningConfig(),
-        parallel=replace(config.parallel, model_parallel_size=1), zero=replace(config.zero, zero_stage=0),
-        recompute=replace(config.recompute, checkpoint_activations=False),
-        offload=replace(config.offload, offload_optimizer_device="none", offload_param_device="none"),
-        train=replace(config.train, batch_size=1, global_batch_size=samples, train_iters=1))
-    settings = {flag_name(name): value for section in untuned.as_dict().values() for name, value in section.items()}
-    return {"settings": json.loads(json.dumps(settings)), "samples": samples,
-            "steps": [tuning.autotuning_start_profile_step, tuning.autotuning_end_profile_step],
-            "machine": f"{platform.node()}, {_processor(requested.device)}", "torch": version("torch"),
-            "device": requested.device, "ranks": requested.ranks, "precision": config.precision.name,
-            "cores": len(os.sched_getaffinity(0)), "threads": os.environ.get("OMP_NUM_THREADS", ""),
-            "version": __version__}
-
-
-def _processor(device: Device) -> str:
-    if device == "cuda":
-        return " and ".join(sorted(set(query_gpus("name"))))
-    with suppress(OSError):
-        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.machine()
-
-
-MAX_DIFFERENCES = 8  # maximum number of differences in an error message
-
-
-class TrialRecords:
-    """The trials under `key`: a line each, replaced as a whole when a trial is repeated or removed."""
-
-    def __init__(self, path: Path, key: Mapping[str, Any], *, overwrite: bool) -> None:
-        self.folder, self._path, self._key = path.parent, path, dict(key)
-        self.trials: dict[TuningChoice, TrialResult] = {}  # in order of the first measurement
-        if not overwrite and self._path.exists():
-            self._read()
-        self._write()
-
-    def add(self, choice: TuningChoice, result: TrialResult) -> None:
-        """Add the result, or replace an earlier one of the choice."""
-        self.trials[choice] = result
-        self._write()
-
-    def remove(self, choices: Sequence[TuningChoice]) -> None:
-        for choice in choices:
-            del self.trials[choice]
-        self._write()
-
-    def _read(self) -> None:
-        try:
-            head, *records = map(json.loads, self._path.read_text(encoding="utf-8", errors="replace").splitlines())
-            others = [*_differences(head["subject"], self._key)]
-            for record in records:
-                choice, result = TuningChoice(**record["choice"]), TrialResult(**record["outcome"])
-                self.trials[choice] = replace(result, times=tuple(result.times))
-        except (ValueError, KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{self._path} holds a line that is no record of a trial: start again with "
-                              "--autotuning-overwrite") from error
-        if others:
-            more = [f"and {len(others) - MAX_DIFFERENCES} more"] * (len(others) > MAX_DIFFERENCES)
-            raise ConfigError(f"{RESULTS_FLAG} {self.folder} has trials of another run or machine "
-                              f"({'; '.join([*others[:MAX_DIFFERENCES], *more])}): name another folder, or start "
-                              "again with --autotuning-overwrite")
-
-    def _write(self) -> None:
-        records: list[dict[str, Any]] = [{"subject": self._key}]
-        records += [{"trial": number, "choice": asdict(choice), "outcome": asdict(result)}
-                    for number, (choice, result) in enumerate(self.trials.items(), 1)]
-        with prefix_storage_errors(RESULTS_FLAG), staged_file(self._path, "w") as file:
-            file.write("".join(f"{json.dumps(record)}\n" for record in records))
-
-
-def _differences(there: Mapping[str, Any], here: Mapping[str, Any]) -> Iterator[str]:
-    def as_text(value: Any) -> str:
-        return "none" if value is None else value if isinstance(value, str) and value else json.dumps(value)
-
-    for name in sorted({*there, *here}):
-        before, now = there.get(name), here.get(name)
-        if isinstance(before, dict) and isinstance(now, dict):
-            yield from _differences(before, now)
-        elif before != now:
-            yield "other settings" if name == "settings" else f"{name} {as_text(before)} there, {as_text(now)} here"

@@ -97,14 +97,6 @@ def test_the_pick_has_95_percent_of_the_best_after_a_third_of_the_trials(seeds: 
         assert len(trials) <= len(options_of()) / 3 and share_of_best(surface, trials) >= 0.95, seed
 
 
-def test_a_search_that_was_killed_goes_on_as_it_would_have() -> None:
-    surface = CostSurface.of(3)
-    whole = list(searched(surface).items())
-    for number in range(len(whole)):
-        option = next_trial(options_of(), MemoryBudget(surface.memory), dict(whole[:number]), MOST)
-        assert isinstance(option, TrialOption) and option.choice == whole[number][0]
-
-
 def test_rounds_halve_the_families_and_try_the_next_choice_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
     """Where the prediction is right, the first round has one trial for each family, in their order."""
     options, trials, families = options_of(), dict[TuningChoice, TrialResult](), list[TuningChoice]()

@@ -1,10 +1,8 @@
-"""The tuner: whatever becomes of a trial is a result, a search that was killed goes on, the end says what to type."""
+"""The tuner: whatever becomes of a trial is a result, and the end says what to type."""
 
 from __future__ import annotations
 
 import json
-import os
-import platform
 import subprocess
 import sys
 import time
@@ -13,19 +11,19 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 
-from data.storage import DataError, StorageFault, hold_writer_lock
 from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.config.tree import config_to_flags
-from megatron.errors import ConfigError, PeerError, StorageError
+from megatron.errors import ConfigError, PeerError
 from megatron.plan.footprint import PlannedRun, StatePlacement
 from megatron.tune import cli, trial
 from megatron.tune.cli import recommended_flags
 from megatron.tune.search import TrialResult, legal_choices, next_repeat, samples_per_step
-from megatron.tune.trial import TRIALS_FILE, TrialRecords, TrialRunner, trial_config
+from megatron.tune.trial import TrialRunner, trial_config
 from tests.megatron.helpers import NO_DROPOUT, ROOT, TINY
 from tests.megatron.tune.test_search import RATES
 
@@ -60,7 +58,7 @@ class Tuner:
 
         def run(*_: object) -> TrialResult:
             taken = next(left)
-            return TrialResult("memory", words="no memory", code=5) if taken is None else TrialResult("done", taken)
+            return TrialResult("memory", words="no memory") if taken is None else TrialResult("done", taken)
 
         self._patch.setattr(TrialRunner, "run", run)
 
@@ -73,8 +71,11 @@ class Tuner:
         assert cli.main([*self.flags, *flags.split()]) == 0
         return self._capsys.readouterr().out
 
-    def outcomes(self) -> list[dict[str, Any]]:
-        return [json.loads(line) for line in (self.results / TRIALS_FILE).read_text().splitlines()[1:]]
+    def trials(self, flags: str = "") -> tuple[str, list[TrialResult]]:
+        """What it prints, and what came of each choice."""
+        with patch.object(cli, "_report_results", wraps=cli._report_results) as report:
+            text = self.search(flags)
+        return text, list(report.call_args.args[2].values())
 
 
 @pytest.fixture
@@ -149,8 +150,8 @@ def test_failed_trials_do_not_stop_it_and_the_end_says_what_to_type(tuner, monke
         return TrialResult(state, 0.1 if state == "done" else None)  # type: ignore[arg-type]
 
     monkeypatch.setattr(TrialRunner, "run", outcome)
-    text = tuner.search(f"--autotuning-mp-size 1 {MOST} 50")
-    assert {one["outcome"]["state"] for one in tuner.outcomes()} >= {"done", "crash", "hang"}
+    text, trials = tuner.trials(f"--autotuning-mp-size 1 {MOST} 50")
+    assert {trial.state for trial in trials} >= {"done", "crash", "hang"}
     fastest = next(line for line in text.splitlines() if line.startswith("flags: ")).removeprefix("flags: ")
     assert "--zero-stage 3" in fastest and (tuner.results / "flags.txt").read_text() == fastest + "\n"
     parse_args([*MODEL, *fastest.split()], 2).check_world(2)
@@ -199,22 +200,12 @@ def test_beside_a_file_its_keys_are_told(content: dict[str, Any], tmp_path: Path
         assert config.global_batch_size(1) == samples_per_step(run) and PlannedRun(config).placement == choice.placement
 
 
-def test_it_goes_on_where_it_was_killed(tuner: Tuner) -> None:
-    tuner.search(f"{MOST} 3")
-    first = tuner.outcomes()
-    tuner.search(f"{MOST} 5")
-    found = tuner.outcomes()
-    assert len({one["trial"] for one in first}) == 3 and found[:len(first)] == first
-    assert len({json.dumps(one["choice"]) for one in found}) == len({one["trial"] for one in found}) == 5
-
-
 def test_the_best_are_measured_again_before_one_is_picked(tuner: Tuner) -> None:
     """Two are close at first: the one that was faster had luck, and the other one no peace."""
     tuner.takes(0.100, 0.105, 0.2, 0.104, 0.090, 0.21, 0.103, 0.091, 0.2)
-    assert "90 ms a step" in tuner.search(f"{MOST} 3")
-    found = tuner.outcomes()
-    assert [(one["trial"], one["outcome"]["seconds"]) for one in found] == [(1, 0.1), (2, 0.09), (3, 0.2)]
-    assert found[1]["outcome"]["times"] == [0.105, 0.09, 0.091]
+    text, trials = tuner.trials(f"{MOST} 3")
+    assert "90 ms a step" in text and [trial.seconds for trial in trials] == [0.1, 0.09, 0.2]
+    assert trials[1].times == (0.105, 0.09, 0.091)
 
 
 @pytest.mark.parametrize("times, following", [
@@ -231,57 +222,6 @@ def test_what_was_measured_stays_where_nothing_can_be_measured_any_more(tuner: T
     tuner.takes(0.3, 0.2, 0.1, 0.4, None, None)
     text = tuner.search(f"{MOST} 4")
     assert "over: what could be measured before cannot be any more (no memory)" in text and "100 ms a step" in text
-    tuner.takes(0.11, 0.21, 0.31, 0.12, 0.22, 0.32)
-    assert "100 ms a step" in tuner.search(f"{MOST} 4"), "and so it is on disk"
-
-
-def test_trials_of_another_run_are_not_mixed_with_these(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
-    tuner.search("--autotuning-tuner-num-trials 1")
-    for flags, words in (("--hidden-size 64", r"trials of another run or machine \(--hidden-size 32 there, 64 here\)"),
-                         ("--autotuning-end-profile-step 7", r"\(steps \[3, 5\] there, \[3, 7\] here\)")):
-        with pytest.raises(ConfigError, match=words):
-            tuner.search(flags)
-    with monkeypatch.context() as elsewhere, pytest.raises(
-            ConfigError, match=r"\(machine .* there, elsewhere, .*; threads \S+ there, 7 here; torch "):
-        elsewhere.setenv("OMP_NUM_THREADS", "7")
-        elsewhere.setattr(trial, "version", lambda _: "2.11.0")
-        elsewhere.setattr(platform, "node", lambda: "elsewhere")
-        tuner.search()
-    tuner.search("--autotuning-tuner-num-trials 1 --hidden-size 64 --autotuning-overwrite")
-    assert len(tuner.outcomes()) == 1
-
-
-@pytest.mark.few(2)
-@pytest.mark.parametrize("code, kind", [(2, ConfigError), (3, DataError), (7, StorageError)])
-def test_an_error_of_all_choices_ends_the_search_and_is_forgotten(code, kind, tuner):
-    tuner.fake(f"ends {code} --data: is wrong")
-    with pytest.raises(kind, match=r"^--data: is wrong \(two trials in turn"):
-        tuner.search("--autotuning-tuner-num-trials 6")
-    assert tuner.outcomes() == []
-    tuner.fake()
-    tuner.search("--autotuning-tuner-num-trials 1")
-    assert tuner.outcomes()[0]["outcome"]["state"] == "done"
-
-
-def test_an_interrupted_search_says_that_it_can_go_on(tuner, monkeypatch, capsys):
-    def interrupted(*_: Any) -> TrialResult:
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(TrialRunner, "run", interrupted)
-    with pytest.raises(KeyboardInterrupt):
-        tuner.search()
-    assert capsys.readouterr().err == "the same command goes on after 0 trials\n"
-
-
-def test_two_searches_do_not_share_their_results(tuner: Tuner) -> None:
-    tuner.results.mkdir()
-    with hold_writer_lock(tuner.results / TRIALS_FILE):
-        TrialRecords(tuner.results / TRIALS_FILE, {"a": 1}, overwrite=False)
-        held = (tuner.results / TRIALS_FILE).read_text()
-        with pytest.raises(StorageFault, match=f"--autotuning-results-dir: .*process {os.getpid()} on .* is writing"):
-            tuner.search("--autotuning-overwrite")
-        assert (tuner.results / TRIALS_FILE).read_text() == held
-    assert sorted(path.name for path in tuner.results.iterdir()) == [TRIALS_FILE]
 
 
 def test_what_does_not_fit_is_not_tried(tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -293,7 +233,7 @@ def test_what_does_not_fit_is_not_tried(tuner: Tuner, monkeypatch: pytest.Monkey
     monkeypatch.setattr(cli, "num_visible_gpus", lambda: 1)
     with pytest.raises(PeerError, match=r"a rank has 0\.\d MiB of the GPU and 0\.5 MiB of the host, where the one that "
                                         r"lacks least needs [\d.]+ MiB of the GPU and [\d.]+ MiB of the host; "):
-        tuner.search("--ranks 1 --device cuda --card-gb 0.0005 --autotuning-overwrite")
+        tuner.search("--ranks 1 --device cuda --card-gb 0.0005")
 
 
 @pytest.mark.parametrize("flags, words", [
@@ -310,6 +250,5 @@ def test_what_cannot_be_tuned_is_refused(flags: str, words: str, tuner: Tuner) -
 @pytest.mark.parametrize("ranks", ["1", "2"])
 def test_a_real_search_of_a_tiny_model(ranks: str, tuner: Tuner, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(trial, "TRAINER", (str(ROOT / "pretrain_gpt2.py"),))
-    assert "samples/s" in tuner.search(f"--ranks {ranks} --autotuning-tuner-num-trials 3")
-    found = tuner.outcomes()
-    assert 1 <= len({one["trial"] for one in found}) <= 3 and all(one["outcome"]["state"] == "done" for one in found)
+    text, trials = tuner.trials(f"--ranks {ranks} --autotuning-tuner-num-trials 3")
+    assert "samples/s" in text and 1 <= len(trials) <= 3 and all(trial.state == "done" for trial in trials)
