@@ -81,13 +81,8 @@ class TuningChoice:
     batch: int  # the micro-batch
     stage: int
     recomputes: bool
-    optimizer: str  # device of the optimizer state
-    params: str
+    placement: StatePlacement
     tp: int
-
-    @property
-    def placement(self) -> StatePlacement:
-        return StatePlacement(self.optimizer, self.params)  # type: ignore[arg-type]
 
     def apply_to(self, requested: PlannedRun) -> PlannedRun:
         """The requested run with this choice; ConfigError if that is not allowed."""
@@ -107,8 +102,8 @@ class TuningChoice:
                  "--zero-stage", str(self.stage)]
         flags += ["--checkpoint-activations" if self.recomputes else "--no-checkpoint-activations"]
         flags += self.placement.flags(requested.config.offload).split()
-        for kind, was, place in (("optimizer", requested.placement.optimizer, self.optimizer),
-                                 ("param", requested.placement.params, self.params)):
+        for kind, was, place in (("optimizer", requested.placement.optimizer, self.placement.optimizer),
+                                 ("param", requested.placement.params, self.placement.params)):
             flags += [f"--offload-{kind}-device", "none"] if place == "none" != was else []
         return flags + (["--model-parallel-size", str(self.tp)] if self.tp != requested.tp or self.tp > 1 else [])
 
@@ -134,7 +129,7 @@ def legal_choices(requested: PlannedRun) -> dict[TuningChoice, PlannedRun]:
                       if stage >= placement.min_stage and {placement.optimizer, placement.params} <= devices
                       and (dp > 1 or stage == placement.min_stage or placement != ALL_ON_DEVICE and stage == 3)]
         for (stage, placement), recomputes, batch in product(placements, (False, True), batches):
-            choice = TuningChoice(batch, stage, recomputes, placement.optimizer, placement.params, tp)
+            choice = TuningChoice(batch, stage, recomputes, placement, tp)
             with suppress(ConfigError):
                 choices[choice] = choice.apply_to(requested)
     return choices
