@@ -1,10 +1,10 @@
 """The search of the tuner: legal choices, the memory of each and of this machine, successive halving over them.
 
 A choice is a micro-batch, ZeRO stage, offload placement, recomputation and tensor parallel size. The samples of a step
-and the model are fixed. Choices that differ in micro-batch alone are a *family*. In the first round each family has a trial of its choice of the best predicted time; the faster half of the families goes
-on to the next round, with a trial of the next best choice, until one family is left, whose choices are all tried. An
-out-of-memory trial rules out all choices that need at least as much memory on device and host; other failures rule
-out only their own choice.
+and the model are fixed. Choices that differ in micro-batch alone are a *family*. In the first round each family has a
+trial of its choice of the best predicted time; the faster half of the families goes on to the next round, with a trial
+of the next best choice, until one family is left, whose choices are all tried. An out-of-memory trial rules out all
+choices that need at least as much memory on device and host; other failures rule out only their own choice.
 """
 
 from __future__ import annotations
