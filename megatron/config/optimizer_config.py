@@ -133,6 +133,9 @@ class OptimConfig(ConfigSection):
     clip_grad: float = setting(1.0, "largest global gradient norm; 0 turns clipping off", "grad-clip", "max-grad-norm",
                                "clip-grad-norm", "gradient-clipping",
                                json=JsonKey("gradient_clipping", NUMBER_FROM_0), ge=0, common=True)
+    skip_step_on_spike: float | None = setting(
+        None, "skip a step whose gradient norm is more than this many standard deviations above the mean of the last "
+        "128 steps (6 is usual; default: skip none)", gt=0)
 
     def check(self, errors: ErrorList) -> None:
         freeze, optimizer = self.onebit_freeze_step, self.optimizer

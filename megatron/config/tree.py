@@ -130,6 +130,8 @@ class Config:
         if optim.optimizer in ONE_BIT_OPTIMIZERS:
             require(stage < 2, "{optimizer=} needs {zero_stage} 0 or 1, not {stage}: each rank says what its own "
                     "gradients are, whole, and from stage 2 on they are summed and split as they are made", stage=stage)
+            require(optim.skip_step_on_spike is None, "{optimizer=} and {skip_step_on_spike} exclude each other: its "
+                    "norm changes when compression begins; leave one out")
             require(self.zero.zero_shard_group_size is None, "{optimizer=} and {zero_shard_group_size} exclude each "
                     "other: every rank is a server of the momentum; leave one out")
             require(offload.offload_optimizer_device == "none",

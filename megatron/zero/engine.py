@@ -68,7 +68,8 @@ NO_OPTIMIZER = "no optimizer: give optimizer= to zero.initialize, or optimizer.t
 class ZeroEngine:
     def __init__(self, module: nn.Module, groups: Groups, *, zero: ZeroConfig, precision: PrecisionConfig,
                  rule: UpdateRule, param_groups: list[ParamGroup], device: torch.device,
-                 engine_storage: EngineStorage | None = None, clip_grad: float = 0.0, accumulation: int = 1,
+                 engine_storage: EngineStorage | None = None, clip_grad: float = 0.0,
+                 spike_sigmas: float | None = None, accumulation: int = 1,
                  quantize: QuantizeConfig = QuantizeConfig(), seed: int = 0) -> None:
         """`seed` is for stochastic rounding."""
         self.module, self.groups, self.param_groups, self.rule = module, groups, param_groups, rule
@@ -125,7 +126,8 @@ class ZeroEngine:
         # The optimizer's compressed communication, which replaces the gradient reduction (1-bit Adam and the like).
         self.compressed_exchange = CompressedGradExchange(
             self.state, groups, rule, param_groups) if isinstance(rule, OneBitRule) else None
-        self._step_results = StepResultReader(self.state, groups, scaling, self.log, precision.max_skipped_in_a_row)
+        self._step_results = StepResultReader(self.state, groups, scaling, self.log, precision.max_skipped_in_a_row,
+                                              spike_sigmas)
         # The host reads the result of a step later.
         self.is_deferred = self.update.is_batched and not rule.needs_host_scalars and not scaling.dynamic and \
             self.compressed_exchange is None and self.state.moq is None  # MoQ counts bits on the host
@@ -214,7 +216,7 @@ class ZeroEngine:
         return self.last_report
 
     def _update_or_skip(self, extra_scalars: Sequence[Tensor | float], engine_scalars: Sequence[float]) -> StepReport:
-        """Update the weights, or skip the step if a gradient is not finite, and discard the gradients."""
+        """Update the weights, or skip the step if a gradient is not finite or a spike, and discard the gradients."""
         counters, world, rule, device = self.state.counters, self.groups.world, self.rule, self.state.device
         veto_error, extra_scalars = self._collect_veto(extra_scalars)
         run_digest = self.pass_coordinator.take_run_digest()  # what this rank ran, for the comparison between ranks
@@ -239,7 +241,8 @@ class ZeroEngine:
                             number=counters.global_steps + 1, settings=settings, loss_scale=counters.scaler.scale,
                             lr=self.param_groups[0]["lr"], note=self._next_note,
                             losses=self._losses,  # not reset: a refused step may be called again
-                            norm=norm, given_scalar_count=len(extra_scalars))
+                            norm=norm, norm_limit=self._step_results.norm_limit,
+                            given_scalar_count=len(extra_scalars))
         self._next_note = None
 
         # ---- update, cast and gather, bucket by bucket (update.py)

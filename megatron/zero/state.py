@@ -63,6 +63,7 @@ class StepCounters:
     skipped_steps: int = 0
     micro_steps: int = 0
     optimizer_steps: int = 0  # steps since the optimizer states were reset: the bias corrections use this count
+    recent_norms: tuple[float, ...] = ()  # finite gradient norms of the last steps, for --skip-step-on-spike
 
     @property
     def applied_steps(self) -> int:
@@ -136,11 +137,13 @@ class EngineState:
         for scalars in all_gather_json(self._rule.scalars(), self._world):  # a rank has those of its own segments
             rule_scalars |= scalars
         counters = self.counters
-        rounding = {} if self.moq is None else {"quantisation": self.moq.state_dict()}
+        optional: dict[str, Any] = {} if self.moq is None else {"quantisation": self.moq.state_dict()}
+        if counters.recent_norms:
+            optional["recent_norms"] = [*counters.recent_norms]
         return {"global_steps": counters.global_steps, "skipped_steps": counters.skipped_steps,
                 "micro_steps": counters.micro_steps, "optimizer_steps": counters.optimizer_steps, "rule": rule_scalars,
                 "loss_scale": counters.scaler.scale, "clean_steps": counters.scaler.clean_steps,
-                "hysteresis_left": counters.scaler.hysteresis_left, **rounding}
+                "hysteresis_left": counters.scaler.hysteresis_left, **optional}
 
     def restore_scalar_state(self, saved: dict[str, Any], *, loss_scale: bool = True) -> None:
         """Restore the result of `scalar_state`, perhaps without its loss scale. Collective with MoQ, because the
@@ -148,7 +151,7 @@ class EngineState:
         scaler = LossScaleState(saved["loss_scale"], saved["clean_steps"], saved["hysteresis_left"]) if loss_scale \
             else self.counters.scaler
         self.counters = StepCounters(scaler, saved["global_steps"], saved["skipped_steps"], saved["micro_steps"],
-                                     saved["optimizer_steps"])
+                                     saved["optimizer_steps"], tuple(saved.get("recent_norms", ())))
         self._rule.restore(saved["rule"])
         if self.moq is not None:
             self.moq.load_state_dict(saved.get("quantisation"), self.counters.applied_steps)

@@ -105,6 +105,7 @@ class StepReport:
     # Of this rank's micro-batches. Read only if a gradient is not finite.
     losses: Sequence[Tensor]
     norm: GradNorm  # names the first parameter whose gradient is not finite
+    norm_limit: float  # a larger norm is a spike, and the step is skipped
     note: str | None  # what changes from this step on
     given_scalar_count: int  # how many extra scalars this rank gave; the rest of MAX_EXTRA_SCALARS is padding
     # Why the step was skipped, if that is unusual. Set by `StepResultReader.finish`.
@@ -116,6 +117,8 @@ class StepReport:
         # n * sum(d^2) == sum(d)^2 only if all n digests d are equal
         digests_match = squared_digests * self.ranks == digests * digests
         self.applied_on_device = self._device_norm.isfinite() & digests_match & (vetoes == 0)
+        if self.norm_limit < math.inf:
+            self.applied_on_device &= self._device_norm <= self.norm_limit
         self._host_scalars = HostScalars(torch.cat([self._device_norm.view(1), self.sums]))
 
     def deferred_scalars(self, steps_taken: int, device: torch.device) -> StepScalars:
@@ -142,8 +145,12 @@ class StepReport:
         return squared_digests * self.ranks == digests * digests and not vetoes
 
     @property
+    def is_spike(self) -> bool:
+        return math.isfinite(self.grad_norm) and self.grad_norm > self.norm_limit
+
+    @property
     def applied(self) -> bool:
-        return math.isfinite(self.grad_norm) and self.ranks_agree
+        return math.isfinite(self.grad_norm) and not self.is_spike and self.ranks_agree
 
     @property
     def extra_scalars(self) -> tuple[float, ...]:
@@ -161,6 +168,18 @@ def clip_factor(norm: float, max_norm: float) -> float:
     return max_norm / (norm + 1e-6) if max_norm and norm > max_norm else 1.0
 
 
+SPIKE_WINDOW = 128  # gradient norms that a norm is compared with; while there are fewer than half, none is a spike
+
+
+def spike_limit(norms: Sequence[float], sigmas: float | None) -> float:
+    """The mean of the norms plus `sigmas` standard deviations; infinite for None or too few norms. Norms of skipped
+    steps count too: where all become larger, the limit follows."""
+    if sigmas is None or len(norms) < SPIKE_WINDOW // 2:
+        return math.inf
+    mean = math.fsum(norms) / len(norms)
+    return mean + sigmas * math.sqrt(math.fsum((norm - mean) ** 2 for norm in norms) / len(norms))
+
+
 # Steps in a row that may be skipped at a loss scale that cannot shrink. After that the run ends: it would never train
 # again.
 MAX_OVERFLOWS_IN_A_ROW = 20
@@ -174,11 +193,16 @@ class StepResultReader:
     """Reads the result of the last step, counts the step as applied or skipped, and raises its errors."""
 
     def __init__(self, state: EngineState, groups: Groups, scale_rule: LossScaleRule, log: CollectiveLog,
-                 max_skipped: int | None) -> None:
+                 max_skipped: int | None, spike_sigmas: float | None) -> None:
         self._state, self._groups, self._scale_rule, self._log = state, groups, scale_rule, log
-        self._skips_in_a_row, self._max_skipped = 0, max_skipped
+        self._skips_in_a_row, self._max_skipped, self._spike_sigmas = 0, max_skipped, spike_sigmas
         self.unread: StepReport | None = None  # the last step, until the host has read its result
         self._to_explain: StepReport | None = None  # the last step, if its error or warning is still to come
+
+    @property
+    def norm_limit(self) -> float:
+        """Of the next step; `read` has counted the last one."""
+        return spike_limit(self._state.counters.recent_norms, self._spike_sigmas)
 
     def read(self) -> None:
         """Wait for the last step, and count it. Local; raises nothing."""
@@ -194,10 +218,15 @@ class StepResultReader:
             self._skips_in_a_row = 0
         else:
             counters.skipped_steps += 1
-            if not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
+            if report.is_spike:
+                self._to_explain = report
+            elif not self._scale_rule.is_enabled or self._scale_rule.is_exhausted(counters.scaler):
                 self._skips_in_a_row += 1
                 self._to_explain = report
-        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=not report.applied)
+        overflow = not math.isfinite(report.grad_norm)
+        if self._spike_sigmas is not None and not overflow:
+            counters.recent_norms = (*counters.recent_norms, report.grad_norm)[-SPIKE_WINDOW:]
+        counters.scaler = self._scale_rule.next_state(counters.scaler, overflow=overflow)
 
     def finish(self) -> None:
         """`read`, and raise the error of the step. All ranks must call it at the same place: it is collective if there
@@ -207,6 +236,11 @@ class StepResultReader:
         if report is None:
             return
         self.applied_or_raise(report)
+        if report.is_spike:
+            report.skip_warning = (
+                f"gradient norm is {report.grad_norm:.4g} at step {report.number}, above {report.norm_limit:.4g} "
+                f"(--skip-step-on-spike {self._spike_sigmas:g}); the step was skipped, weights are unchanged")
+            return
         is_scaled = self._scale_rule.is_enabled
         if is_scaled:
             allowed = MAX_OVERFLOWS_IN_A_ROW

@@ -169,7 +169,8 @@ def check_shared_state(checkpoint: Checkpoint) -> None:
     state = check_record(checkpoint.shared_state, where, SHARED_FIELDS, OPTIONAL_FIELDS)
     engine = state["engine"]
     if engine:  # imported weights come from no engine
-        check_record(engine, f"{where}: field 'engine'", ENGINE_FIELDS, {"quantisation": dict})
+        check_record(engine, f"{where}: field 'engine'", ENGINE_FIELDS,
+                     {"quantisation": dict, "recent_norms": list[float]})
         if engine["loss_scale"] <= 0:
             raise CheckpointError(f"{where}: field 'engine': field 'loss_scale' must be a finite number above 0, found "
                                   f"{engine['loss_scale']!r:.80}")

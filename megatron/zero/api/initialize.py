@@ -124,7 +124,8 @@ def initialize(args: Namespace | None = None, model: nn.Module | None = None,
         with config.key_names.translate_errors():
             core = ZeroEngine(model, groups, zero=config.zero, precision=config.precision, rule=rule,
                               param_groups=param_groups, device=device, engine_storage=storage,
-                              clip_grad=config.optim.clip_grad, accumulation=config.accumulation(groups.dp.size),
+                              clip_grad=config.optim.clip_grad, spike_sigmas=config.optim.skip_step_on_spike,
+                              accumulation=config.accumulation(groups.dp.size),
                               quantize=config.quantize, seed=config.train.seed)
         start_watchdog(core)
         wrapped = ZeroOptimizer(core, defaults, client)

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import redirect_stderr
 from io import StringIO
 from typing import Any
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 from megatron import zero
 from megatron.errors import NumericsError
 from megatron.optim.schedulers import WarmupLR
+from megatron.zero import step_result
 from megatron.zero.api.engine import Engine
 from megatron.zero.step_result import MAX_OVERFLOWS_IN_A_ROW, MAX_SKIPS_IN_A_ROW, STRICT_FIRST_STEPS
 from mpu import groups
@@ -61,6 +63,41 @@ def test_after_the_first_steps_a_bad_gradient_is_skipped_and_said(side: str, cap
     assert "the step was skipped" in said
     step(engine)
     assert engine.applied_steps == STRICT_FIRST_STEPS + 1 and not torch.equal(before[0], weights(engine)[0])
+
+
+def spiky(precision: dict[str, Any], saved: dict[str, Any] | None = None,
+          factors: Sequence[float] = ()) -> Engine:
+    """After the factors an engine of a matrix that stays nearly as it is, so that a norm follows its factor."""
+    torch.manual_seed(0)
+    engine = engine_around(nn.Linear(4, 4), configure(skip_step_on_spike=6.0, **precision), Groups())
+    if saved is not None:
+        engine.core.state.restore_scalar_state(saved)
+    dtype = next(engine.module.parameters()).dtype
+    for factor in factors:
+        engine.backward((engine(torch.ones(2, 4, dtype=dtype)).float() * factor).sum())
+        engine.step()
+    engine.finish_step()
+    return engine
+
+
+@pytest.mark.parametrize("precision", [{}, {"bf16": True}, {"fp16": True, "initial_loss_scale": 8.0}], ids=str)
+def test_a_spike_of_the_norm_is_skipped_said_and_resumed(side: str, precision: dict[str, Any],
+                                                         capsys: pytest.CaptureFixture[str]) -> None:
+    calm = [1.0, 1.1] * 4
+    with patch.object(step_result, "SPIKE_WINDOW", len(calm)):
+        early = spiky(precision, factors=[1.0, 1.0, 1.1, 9.0])
+        assert early.skipped_steps == 0, "too few steps to compare with"
+        engine = spiky(precision, factors=[*calm, 9.0, 1.1])
+        assert (engine.skipped_steps, engine.applied_steps) == (1, len(calm) + 1)
+        assert "gradient norm is " in (said := capsys.readouterr().err) and said.count("the step was skipped") == 1
+        assert engine.loss_scale == (8.0 if "fp16" in precision else 1.0), "a spike is no overflow"
+        saved = spiky(precision, factors=calm).core.state.scalar_state()
+        assert len(saved["recent_norms"]) == len(calm)
+        resumed = spiky(precision, saved, [9.0, 1.1])
+        assert resumed.core.state.counters.recent_norms == engine.core.state.counters.recent_norms
+        assert resumed.skipped_steps == 1
+        ever = spiky(precision, factors=[*calm, *[9.0] * len(calm)])
+        assert 0 < ever.skipped_steps < len(calm), "where all norms are larger, the limit follows"
 
 
 def test_an_accelerator_counts_the_steps_for_the_bias_correction_like_the_host() -> None:
