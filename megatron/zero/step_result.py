@@ -150,7 +150,8 @@ class StepReport:
 
     @property
     def applied(self) -> bool:
-        return math.isfinite(self.grad_norm) and not self.is_spike and self.ranks_agree
+        norm = self.grad_norm
+        return math.isfinite(norm) and norm <= self.norm_limit and self.ranks_agree
 
     @property
     def extra_scalars(self) -> tuple[float, ...]:
