@@ -37,7 +37,7 @@ from megatron.model import GPT2
 from megatron.zero.deferred_init import init_chunk
 from megatron.zero.layout import FlatLayout, Slot
 from mpu import groups, weight_init
-from mpu.groups import SOLO, Group
+from mpu.groups import Group
 from mpu.partition import partition_of
 from mpu.weight_init import initializer_of
 from tests.megatron.checkpoint.made import ThreadWorld
@@ -224,7 +224,7 @@ def _write_the_others(folder: Path, size: int) -> None:
     manifest, models = parse_manifest((folder / MANIFEST).read_bytes()), [Model(size // TP, tp) for tp in range(TP)]
     with mock.patch.object(os, "fsync", lambda descriptor: None):
         for rank in sorted({*range(1, size)} - {size // 2}):
-            plan = writer.SavePlan(folder.parent, SOLO, manifest, rank, Lineage(), writer.Keep(), True, staging=folder)
+            plan = writer.SavePlan(folder.parent, Group(rank, size, ()), manifest, Lineage(), staging=folder)
             writer.collect_files(plan, models[rank % TP].tensors(), {"seed": rank}, {})
             writer.write(plan)
 

@@ -320,10 +320,11 @@ def test_an_error_of_the_writing_ends_every_rank_with_code_7(world: int, culprit
 
 
 @pytest.mark.parametrize(("world", "kind", "culprit", "said"), [
-    (1, PeerError, None, "PeerError  saved global_step2"), (2, NumericsError, None, "NumericsError  saved global_step2"),
+    (1, PeerError, None, "PeerError  saved global_step2"),
+    (2, NumericsError, None, "NumericsError  saved global_step2"),
     (2, StorageError, 1, "PeerError  the save under way is not complete; the tag before it is the newest"),
     (1, KeyboardInterrupt, None, "KeyboardInterrupt  the save under way is not complete; the tag before it")])
-def test_an_error_of_every_rank_completes_the_save_under_way_and_one_of_a_rank_or_the_user_does_not(
+def test_an_error_of_every_rank_completes_the_save_under_way_and_one_of_a_rank_does_not(
         world: int, kind: type[BaseException], culprit: int | None, said: str, tmp_path: Path) -> None:
     """The folder is given back: another run may save there before this process ends, so nothing comes later."""
     write_corpus(tmp_path / "corpus")

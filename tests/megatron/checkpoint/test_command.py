@@ -37,49 +37,34 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, lines[0]
 
 
-def test_list_and_verify_name_every_tag(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("list", "verify"):
-        assert main([command, str(root)]) == 0
-        output = capsys.readouterr()
-        assert output.err == ""
-        assert [line.split()[0].strip(":") for line in output.out.splitlines()] == ["global_step1", "global_step2"]
-
-
-def test_a_folder_of_one_tag_will_do(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["digest", str(root / "global_step1")]) == 0
-    one = capsys.readouterr().out
-    assert main(["digest", str(root), "--tag", "global_step1"]) == 0
-    assert capsys.readouterr().out == one and one.splitlines()[-1].startswith("total ")
-
-
-def test_damage_is_exit_4_and_other_tags_are_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "global_step1" / "rank1.json").unlink()
-    code, line = failing(capsys, "verify", str(root))
-    assert code == 4 and "tag global_step1: shard file rank1.json (rank 1 of 2) missing" in line
-    assert main(["verify", str(root), "--tag", "global_step2"]) == 0
-
-
-def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failing(capsys, "verify", str(tmp_path / "nowhere"))[0] == 4
-    assert failing(capsys, "list", str(tmp_path / "nowhere"))[0] == 4
-    assert failing(capsys, "digest", str(root), "--tag", "../root")[0] == 4
-    code, line = failing(capsys, "merge", str(root), "--output", str(root / "latest" / "all"))
-    assert code == 7 and f"--output: cannot write {root / 'latest' / 'all'}: " in line
-    for command in ("list", "verify", "digest"):
-        assert "there is no such folder" in failing(capsys, command, str(tmp_path / "nowhere"))[1]
-        for spelling in ([f"{root}:nope"], [str(root), "--tag", "nope"]):
-            assert "no tag nope" in (line := failing(capsys, command, *spelling)[1]) and "holds global_step1, " in line
-    assert failing(capsys, "merge", str(root))[0] == 2
-    assert failing(capsys, "frobnicate", str(root))[0] == 2
-    assert failing(capsys)[0] == 2
-
-
-def test_list_and_verify_import_no_torch(root: Path) -> None:
+def test_list_and_verify_name_every_tag_and_import_no_torch(root: Path) -> None:
     (root.parent / "torch.py").write_text("raise SystemExit('torch was imported')")
     for command in ("list", "verify"):
         done = subprocess.run([sys.executable, "-m", "megatron.checkpoint", command, str(root)], cwd=ROOT,
                               env={**os.environ, "PYTHONPATH": str(root.parent)}, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+        assert [line.split()[0].strip(":") for line in done.stdout.splitlines()] == ["global_step1", "global_step2"]
+
+
+def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(capsys, "digest", str(root), "--tag", "../root")[0] == 4
+    code, line = failing(capsys, "merge", str(root), "--output", str(root / "latest" / "all"))
+    assert code == 7 and f"--output: cannot write {root / 'latest' / 'all'}: " in line
+    for command in ("list", "verify", "digest"):
+        code, line = failing(capsys, command, str(tmp_path / "nowhere"))
+        assert code == 4 and "there is no such folder" in line
+        for spelling in ([f"{root}:nope"], [str(root), "--tag", "nope"]):
+            assert "no tag nope" in (line := failing(capsys, command, *spelling)[1]) and "holds global_step1, " in line
+    for wrong in (["merge", str(root)], ["frobnicate", str(root)], []):
+        assert failing(capsys, *wrong)[0] == 2
+    for spelling in ([f"{root}/global_step1"], [str(root), "--tag", "global_step1"]):
+        assert main(["digest", *spelling]) == 0
+    digests = capsys.readouterr().out.splitlines()
+    assert digests[:len(digests) // 2] == digests[len(digests) // 2:] and digests[-1].startswith("total ")
+    (root / "global_step1" / "rank1.json").unlink()
+    code, line = failing(capsys, "verify", str(root))
+    assert code == 4 and "tag global_step1: shard file rank1.json (rank 1 of 2) missing" in line
+    assert main(["verify", str(root), "--tag", "global_step2"]) == 0
 
 
 def moved_out(folder: Path) -> Path:
