@@ -92,8 +92,8 @@ def verify_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
     for name in names:
         try:
-            files = verify_tag(root, name)
-            print(f"{name}: ok, {len(files)} files, {sum(entry.size for entry in files.values())} bytes", flush=True)
+            manifest, files = verify_tag(root, name)
+            print(f"{name}: ok, {len(files)} files, {manifest.nbytes} bytes", flush=True)
         except CheckpointError as error:
             damaged.append(error)
     if damaged:

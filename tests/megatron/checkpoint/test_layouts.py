@@ -209,9 +209,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, scale.
 
 
 def phases(root: Path, size: int) -> list[dict[int, scale.Cost]]:
-    saved = scale.save(root, size, 1)
-    opened, resumed, _ = scale.open_and_read(root, size)
-    return [saved, opened, resumed]
+    return [scale.save(root, size), *scale.open_and_read(root, size)]
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(512, marks=pytest.mark.slow),
