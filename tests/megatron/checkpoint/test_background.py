@@ -10,9 +10,8 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -252,47 +251,6 @@ def test_every_tag_of_a_run_is_the_one_of_a_run_that_waits_for_its_saves(world: 
     assert sorted(os.listdir(tmp_path / "async")) == [".lock", *tags, "latest", "zero_to_fp32.py"]
 
 
-def disturbed(rank: int, world: int, argv: list[object], disturb: Callable[[int], None]) -> str:
-    """A run in whose step 3, while the save of step 2 is under way, `disturb(rank)` is called; what it says, or the
-    error and what is said after it."""
-    step, said = Trainer.train_step, list[str]()
-
-    def train_step(trainer: Trainer, *args: Any) -> Any:
-        if trainer.engine.global_steps == 2:
-            assert trainer.engine.is_saving
-            try:
-                disturb(rank)
-            except BaseException:
-                trainer.log.print_line = said.append  # type: ignore[method-assign]
-                raise
-        return step(trainer, *args)
-
-    with mock.patch.object(Trainer, "train_step", train_step):
-        try:
-            return slowly(rank, world, argv, 0.3)
-        except (TrainerError, KeyboardInterrupt) as error:
-            join_writers()
-            return f"{type(error).__name__} {''.join(said)}"
-
-
-def asked_to_stop(rank: int) -> None:
-    if rank == 0:
-        os.kill(os.getpid(), signal.SIGTERM)
-
-
-def fails(kind: type[BaseException], culprit: int | None, rank: int) -> None:
-    """On rank `culprit`, which the others notice, or on all."""
-    raise kind("broken") if culprit in (None, rank) else PeerError("lost")
-
-
-def test_preemption_completes_the_save_under_way_and_then_its_own(tmp_path: Path) -> None:
-    write_corpus(tmp_path / "corpus")
-    said = run_ranks(disturbed, 2, flags(tmp_path, "s", "--async-save"), asked_to_stop)[0]
-    assert re.findall(r"(saved \w+|preempted at step 3)", said) == [
-        "saved global_step2", "saved global_step3", "preempted at step 3"]
-    assert open_quietly(tmp_path / "s").tag == "global_step3"
-
-
 # ---- errors ------------------------------------------------------------------------------------------------------
 
 
@@ -319,16 +277,36 @@ def test_an_error_of_the_writing_ends_every_rank_with_code_7(world: int, culprit
     assert "loaded weights and optimizer of global_step2" in train_again[0]
 
 
+def broken_training(rank: int, world: int, argv: list[object], kind: type[BaseException], culprit: int | None) -> str:
+    """A run whose step 3 fails, on rank `culprit` or all, while the save of step 2 is under way."""
+    step, said = Trainer.train_step, list[str]()
+
+    def breaks(trainer: Trainer, *args: Any) -> Any:
+        if trainer.engine.global_steps == 2:
+            trainer.log.print_line = said.append  # type: ignore[method-assign]
+            raise kind("broken") if culprit in (None, rank) else PeerError("lost")
+        return step(trainer, *args)
+
+    with mock.patch.object(Trainer, "train_step", breaks):
+        try:
+            return slowly(rank, world, argv, 0.3)
+        except (TrainerError, KeyboardInterrupt) as error:
+            join_writers()
+            return f"{type(error).__name__} {''.join(said)}"
+
+
+LOST = "the save under way is not complete; the tag before it is the newest"
+
+
 @pytest.mark.parametrize(("world", "kind", "culprit", "said"), [
     (1, PeerError, None, "PeerError  saved global_step2"),
     (2, NumericsError, None, "NumericsError  saved global_step2"),
-    (2, StorageError, 1, "PeerError  the save under way is not complete; the tag before it is the newest"),
-    (1, KeyboardInterrupt, None, "KeyboardInterrupt  the save under way is not complete; the tag before it")])
+    (2, StorageError, 1, f"PeerError  {LOST}"), (1, KeyboardInterrupt, None, f"KeyboardInterrupt  {LOST}")])
 def test_an_error_of_every_rank_completes_the_save_under_way_and_one_of_a_rank_does_not(
         world: int, kind: type[BaseException], culprit: int | None, said: str, tmp_path: Path) -> None:
     """The folder is given back: another run may save there before this process ends, so nothing comes later."""
     write_corpus(tmp_path / "corpus")
-    found = run_ranks(disturbed, world, flags(tmp_path, "s", "--async-save"), partial(fails, kind, culprit), timeout=20)
+    found = run_ranks(broken_training, world, flags(tmp_path, "s", "--async-save"), kind, culprit, timeout=20)
     assert found[0].startswith(said)
     assert tag_names(tmp_path / "s") == (["global_step2"] if "saved" in said else [])
 
@@ -362,12 +340,12 @@ step()
 os.fsync = slowly
 engine.save_checkpoint(sys.argv[1], in_background=True)
 """
-LOST = " global_step2 of {folder}, which was being written in the background, is not complete"
+INCOMPLETE = " global_step2 of {folder}, which was being written in the background, is not complete"
 FULL = "def full(descriptor): raise OSError(28, 'No space left')\nos.fsync = full"
-ENDINGS = [(1, "del engine, step", 0, ""), (1, FULL, 7, f"error:{LOST}: --save: cannot write "),
-           (2, "raise ValueError if rank == 1 else SystemExit(0)", 5, f"warning:{LOST}"),
+ENDINGS = [(1, "del engine, step", 0, ""), (1, FULL, 7, f"error:{INCOMPLETE}: --save: cannot write "),
+           (2, "raise ValueError if rank == 1 else SystemExit(0)", 5, f"warning:{INCOMPLETE}"),
            (2, "", 0, ""), (1, "sys.exit(0)", 0, ""), (2, "del engine, step", 0, ""),
-           (2, "torch.distributed.destroy_process_group()", 2, f"error:{LOST}"),
+           (2, "torch.distributed.destroy_process_group()", 2, f"error:{INCOMPLETE}"),
            (2, "[step() for _ in range(100 * rank)]", 2, "rank 0 is at the end of its program, with a")]
 
 
