@@ -180,6 +180,12 @@ def test_a_good_copy_aside_outlives_a_damaged_new_one(tmp_path: Path) -> None:
     assert sorted(os.listdir(tmp_path)) == ["global_step1", "latest", "zero_to_fp32.py"]
 
 
+def test_prune_keeps_every_nth_step_as_well(tmp_path: Path) -> None:
+    for step in range(1, 10):
+        save_solo(tmp_path, step, keep=Keep(last=2, every=3))
+    assert tag_names(tmp_path) == [f"global_step{step}" for step in (3, 6, 8, 9)]
+
+
 def test_an_old_tag_that_cannot_be_deleted_does_not_fail_the_save(tmp_path: Path) -> None:
     save_solo(tmp_path, 1)
     with mock.patch.object(commit, "discard_folder", side_effect=StorageError("busy")), printed() as lines:

@@ -62,12 +62,12 @@ class Reference:
         first = max(self.there.values()) if self.latest is None else self.there[self.latest]
         return [self.tags[commit] for commit in self.line(first)]
 
-    def pruned(self, saved: int, last: int, every: int | None) -> list[str]:
+    def pruned(self, saved: int, last: int) -> list[str]:
         steps = [commit for commit in self.line(saved) if iteration_of_tag(self.tags[commit]) is not None]
         kept = steps[:last][-1] if len(steps) >= last else -1
         return [tag for tag, commit in self.there.items() if iteration_of_tag(tag) is not None and commit < kept
                 and tag != self.latest and self.runs[commit] == self.runs[saved]
-                and self.steps[commit] <= self.steps[saved] and (every is None or self.steps[commit] % every)]
+                and self.steps[commit] <= self.steps[saved]]
 
 
 class Story:
@@ -101,13 +101,12 @@ class Story:
             self.engine.backward(self.engine(torch.ones(1, 2)).sum())
             self.engine.step()
         own = self.random.choice((None, None, None, "best"))
-        latest, name = self.random.random() < 0.9, next(self.names)
-        keep = self.random.choice((Keep(), Keep(), Keep(1), Keep(2, every=3), Keep(3)))
+        latest, name, keep = self.random.random() < 0.9, next(self.names), self.random.choice((None, None, 1, 2, 3))
         step = self.engine.global_steps
         tag, before = own or f"global_step{step}", dict(self.reference.there)
         try:
             with dying_at(self.root, dies_at):
-                self.engine.save_checkpoint(self.root, own, {"id": name}, latest, keep=keep,
+                self.engine.save_checkpoint(self.root, own, {"id": name}, latest, keep=Keep(keep),
                                             in_background=self.random.random() < 0.3 and dies_at > 10**6)
             self.engine.finish_save()
         except Killed:
@@ -116,7 +115,7 @@ class Story:
         assert is_there or dies_at < 10**6
         if is_there:
             self.at = self.reference.commit(self.at, tag, step, self.run, latest)
-            doomed = [] if keep.last is None else self.reference.pruned(self.at, keep.last, keep.every)
+            doomed = [] if keep is None else self.reference.pruned(self.at, keep)
             gone = before.keys() - set(tag_names(self.root))
             assert gone == set(doomed) if dies_at > 10**6 else gone <= set(doomed), (gone, doomed)
             for tag in gone:
