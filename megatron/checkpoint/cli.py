@@ -109,8 +109,9 @@ def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     from megatron.checkpoint.reader import open_checkpoint
 
     output = options.output
+    found: Checkpoint | ExternalCheckpoint
     if tag is not None or tag_names(source):
-        found: Checkpoint | ExternalCheckpoint = open_checkpoint(source, tag)
+        found = open_checkpoint(source, tag)
         _print_quantised_note(found)
     else:
         found = open_external_checkpoint(source, options.vocab_size, options.num_attention_heads,
