@@ -1,8 +1,8 @@
 """What one rank of 64, 512 and 4,096 does to start, save, open and resume: `python benchmarks/scale.py`.
 
 One process plays rank 0 and the rank in the middle of a run with tensor parallel size 8 (tests/megatron/checkpoint/
-scale.py); groups are made on torch's fake backend. Counts are exact and the same on any machine; seconds and memory
-(of Python objects, of both played ranks) are this machine's. Takes some minutes and 1 GB below --folder.
+scale.py); groups are made on torch's fake backend. Counts are exact and the same on any machine; seconds are this
+machine's. Takes some minutes and 1 GB below --folder.
 """
 
 from __future__ import annotations
@@ -41,19 +41,16 @@ def make_groups(size: int) -> tuple[float, int]:
 
 def rows(folder: Path, size: int) -> list[str]:
     seconds, calls = make_groups(size)
-    found = [f"| {size:,} | groups | {calls} new_group | | | {seconds:.2f} | |"]
+    found = [f"| {size:,} | groups | {calls} new_group | | | {seconds:.2f} |"]
     cost = scale.start(size)
-    found.append(f"| {size:,} | weights | | | {cost.drawn:,} drawn of {cost.kept:,} kept | {cost.seconds:.2f} | |")
+    found.append(f"| {size:,} | weights | | | {cost.drawn:,} drawn of {cost.kept:,} kept | {cost.seconds:.2f} |")
     calls, seconds = scale.schedule(size)
-    found.append(f"| {size:,} | schedule | {calls} calls a micro-batch | | | {seconds:.2f} | |")
-    saved = scale.save(folder, size, 1)
-    opened, resumed, manifest = scale.open_and_read(folder, size)
-    files = len(os.listdir(folder / "global_step1"))
-    for what, costs in (("save", saved), ("open", opened), ("resume", resumed)):
+    found.append(f"| {size:,} | schedule | {calls} calls a micro-batch | | | {seconds:.2f} |")
+    for what, costs in zip(("save", "open", "resume"), (scale.save(folder, size), *scale.open_and_read(folder, size))):
         for rank, cost in costs.items():
-            found.append(f"| {size:,} | {what}, rank {rank:,} | {cost.files} | {cost.told} | | {cost.seconds:.2f} | "
-                         f"{cost.peak / 1e6:.1f} |")
-    return [*found, f"| {size:,} | the tag | {files:,} files | | manifest of {manifest:,} bytes | | |"]
+            found.append(f"| {size:,} | {what}, rank {rank:,} | {cost.calls.total()} | {cost.told} | | "
+                         f"{cost.seconds:.2f} |")
+    return [*found, f"| {size:,} | the tag | {len(os.listdir(folder / 'global_step1')):,} files | | | |"]
 
 
 def main() -> None:
@@ -61,7 +58,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[64, 512, 4096], help="multiples of 16")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()), help="an existing one")
     chosen = parser.parse_args()
-    print("| ranks | phase | file operations | bytes told | | seconds | MB |\n|---|---|---|---|---|---|---|")
+    print("| ranks | phase | file operations | bytes told | | seconds |\n|---|---|---|---|---|---|")
     for size in chosen.ranks:
         folder = Path(tempfile.mkdtemp(dir=chosen.folder))
         try:

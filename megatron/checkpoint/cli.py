@@ -92,8 +92,8 @@ def verify_tags(root: Path, tag: str | None) -> None:
         raise CheckpointError(no_checkpoint_message(root) + dangling(root))
     for name in names:
         try:
-            files = verify_tag(root, name)
-            print(f"{name}: ok, {len(files)} files, {sum(entry.size for entry in files.values())} bytes", flush=True)
+            manifest, files = verify_tag(root, name)
+            print(f"{name}: ok, {len(files)} files, {manifest.nbytes} bytes", flush=True)
         except CheckpointError as error:
             damaged.append(error)
     if damaged:
@@ -104,35 +104,34 @@ def verify_tags(root: Path, tag: str | None) -> None:
 def convert(source: Path, tag: str | None, options: argparse.Namespace) -> None:
     """Convert to or from another program's checkpoint, or with --dtype int8 from either to int8 weights."""
     from megatron.checkpoint.convert.export_huggingface import export_huggingface
-    from megatron.checkpoint.convert.external_checkpoint import save_weights
+    from megatron.checkpoint.convert.external_checkpoint import ExternalCheckpoint, save_weights
     from megatron.checkpoint.convert.importers import open_external_checkpoint
     from megatron.checkpoint.reader import open_checkpoint
 
     output = options.output
+    found: Checkpoint | ExternalCheckpoint
     if tag is not None or tag_names(source):
-        checkpoint = open_checkpoint(source, tag)
-        _print_quantised_note(checkpoint)
-        if options.dtype is None:
-            for path in export_huggingface(checkpoint, output):
-                print(f"{path}: {path.stat().st_size} bytes")
-            return
-        report = save_weights(checkpoint, output, quantise=True)
+        found = open_checkpoint(source, tag)
+        _print_quantised_note(found)
     else:
         found = open_external_checkpoint(source, options.vocab_size, options.num_attention_heads,
                                          options.checkpoint_version)
-        if options.dtype is None:
-            for note in found.notes:
-                print(f"note: {found.where}: {note}")
-            report, shape = save_weights(found, output), found.model
-            parameters = sum(map(prod, found.shapes.values()))
-            print(f"{output}: {report.tag} with {parameters} parameters: --num-layers {shape.num_layers} "
-                  f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
-                  f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
-                  f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
-                  "--finetune")
-            return
+    if options.dtype is not None:
         report = save_weights(found, output, quantise=True)
-    print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
+        print(f"{output}: {report.tag} with int8 weights, {report.bytes} bytes")
+    elif isinstance(found, ExternalCheckpoint):
+        for note in found.notes:
+            print(f"note: {found.where}: {note}")
+        report, shape = save_weights(found, output), found.model
+        parameters = sum(map(prod, found.shapes.values()))
+        print(f"{output}: {report.tag} with {parameters} parameters: --num-layers {shape.num_layers} "
+              f"--hidden-size {shape.hidden_size} --num-attention-heads {shape.num_attention_heads} "
+              f"--intermediate-size {shape.ffn_size} --max-position-embeddings {shape.max_position_embeddings} "
+              f"--vocab-size {shape.vocab_size} --layernorm-epsilon {shape.layernorm_epsilon:g} --load {output} "
+              "--finetune")
+    else:
+        for path in export_huggingface(found, output):
+            print(f"{path}: {path.stat().st_size} bytes")
 
 
 def _print_quantised_note(checkpoint: Checkpoint) -> None:

@@ -188,15 +188,10 @@ def explain_disk_errors(path: Path, needed: int, flag: str = "--save") -> Iterat
 def _free_bytes(path: Path) -> float:
     """Infinity if unknown."""
     with suppress(OSError):
-        disk = shutil.disk_usage(_nearest_existing(path))
+        disk = shutil.disk_usage(next((known for known in (path, *path.parents) if known.exists()), path))
         # Some network file systems do not report it.
         return disk.free if disk.total else math.inf
     return math.inf
-
-
-def _nearest_existing(path: Path) -> Path:
-    """`path`, or its nearest existing parent."""
-    return next(known for known in (path, *path.parents) if known.exists() or known == known.parent)
 
 
 def check_save_root_is_writable(root: Path, flag: str = "--save") -> None:
@@ -327,15 +322,15 @@ def _replace_file(path: Path, content: bytes) -> None:
         file.write(content)
 
 
-def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord) -> list[str]:
-    """Delete complete step tags that `keep` does not name, after the save `saved`; returns the deleted names.
+def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord) -> None:
+    """Delete complete step tags that `keep` does not name, after the save `saved`.
 
     Kept are the newest `keep.last` of this save and its ancestors, and every tag committed after the oldest of these.
     Of earlier ones only tags of this run are deleted. Never deleted: the tag that `latest` names, tags with user-chosen
     names, tags of other runs, tags of later steps (of a branch this run has not reached), and links out of the root.
     Warns of unknown files in a deleted tag and, at the first save of a run, notes other runs' tags."""
     if keep.last is None:
-        return []
+        return
     with explain_disk_errors(root, 0):
         steps = [record for record in commit_records(root) if iteration_of_tag(record.tag) is not None]
         ancestors = [record for record in steps if saved.descends_from(record)]
@@ -345,15 +340,16 @@ def delete_old_tags(root: Path, keep: Keep, saved: CommitRecord) -> list[str]:
             print_to_stderr(f"note: {root} holds {', '.join(others[:3])}{more} of another run: --keep-last counts and "
                             "deletes the checkpoints of this run only")
         if len(ancestors) < keep.last:
-            return []
+            return
         # Everything committed since the oldest one that counts is kept, also of a branch that this run has left.
         oldest_kept, latest = ancestors[-keep.last].commit_order, latest_tag(root)
-        to_delete = [record.tag for record in steps if record.commit_order < oldest_kept
-                     and record.iteration <= saved.iteration and record.tag not in (latest, *others)
-                     and not (keep.every and record.iteration % keep.every == 0)]
-        for tag in to_delete:
-            if unknown := unknown_files(tag_folder(root, tag)):
-                print_to_stderr(f"warning: --keep-last deletes {root / tag}, and what no save wrote with it: "
+        for record in steps:
+            is_kept_step = keep.every and record.iteration % keep.every == 0
+            if record.commit_order >= oldest_kept or record.iteration > saved.iteration or is_kept_step \
+                    or record.tag in (latest, *others):
+                continue
+            folder = tag_folder(root, record.tag)
+            if unknown := unknown_files(folder):
+                print_to_stderr(f"warning: --keep-last deletes {root / record.tag}, and what no save wrote with it: "
                                 f"{format_file_names(unknown)}")
-            discard_folder(tag_folder(root, tag))
-    return to_delete
+            discard_folder(folder)

@@ -23,7 +23,6 @@ from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
-from data.storage import crc32
 from megatron.checkpoint.file_formats import (check_field, check_record, parse_json, read_bytes, seal_record,
                                               unseal_record)
 from megatron.checkpoint.reshard import DPSharding, TPSharding
@@ -298,7 +297,6 @@ class RankManifest:
 
     files: Mapping[str, FileEntry]  # all files but this one, which ends with its own checksum
     state: Any  # the rank's own state, encoded (json_state.py)
-    own_entry: FileEntry  # size and checksum of this file
 
 
 def rank_manifest_name(rank: int) -> str:
@@ -317,9 +315,8 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> RankManif
     where = f"tag {manifest.tag}: file {name}"
     if not (folder / name).is_file():
         raise CheckpointError(f"tag {manifest.tag}: shard file {name} (rank {rank} of {manifest.world_size}) missing")
-    data = read_bytes(folder / name, where)
     kinds = {"format": int, "origin": dict, "files": dict} | ({"lineage": dict} if rank == 0 else {})
-    record = check_record(unseal_record(data, where), where, kinds, {"state": object})
+    record = check_record(unseal_record(read_bytes(folder / name, where), where), where, kinds, {"state": object})
     if record["format"] != FORMAT:
         raise CheckpointError(f"{where}: format {record['format']}, expected {FORMAT}")
     check_provenance(record["origin"], manifest, rank, where)
@@ -330,7 +327,7 @@ def read_rank_manifest(folder: Path, manifest: Manifest, rank: int) -> RankManif
         files[file] = FileEntry(**check_record(value, f"{where}: files[{file!r:.80}]", {"size": int, "crc32": str}))
         if file == name or rank_of_file(file) != rank:
             raise CheckpointError(f"{where}: lists {file!r:.80}, which rank {rank} does not write")
-    return RankManifest(files, record.get("state"), FileEntry(len(data), f"{crc32(data):08x}"))
+    return RankManifest(files, record.get("state"))
 
 
 def read_shared_state(folder: Path, manifest: Manifest, where: str) -> dict[str, Any]:

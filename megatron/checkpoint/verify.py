@@ -16,22 +16,22 @@ from megatron.checkpoint.tags import format_file_names, print_to_stderr, read_ta
 from megatron.errors import CheckpointError
 
 
-def verify_tag(root: Path, tag: str) -> dict[str, FileEntry]:
-    """Check every byte of the tag, and warn of other files; returns its files without the manifest."""
+def verify_tag(root: Path, tag: str) -> tuple[Manifest, list[str]]:
+    """Check every byte of the tag, and warn of other files; returns the manifest and the names of all other files."""
     manifest, files = verify_share(root, tag)
     warn_of_unknown_files(tag_folder(root, tag), manifest, len(files))
-    return files
+    return manifest, files
 
 
-def verify_share(root: Path, tag: str, share: int = 0, shares: int = 1) -> tuple[Manifest, dict[str, FileEntry]]:
+def verify_share(root: Path, tag: str, share: int = 0, shares: int = 1) -> tuple[Manifest, list[str]]:
     """Check every byte of the manifest and of the files of one share, and that they hold each piece of the manifest
-    once, with its dtype and count; returns manifest and files. Ranks divide the work; no rank reads a file of another
-    share."""
-    manifest, folder, found = read_tag_manifest(root, tag), tag_folder(root, tag), dict[str, FileEntry]()
+    once, with its dtype and count; returns the manifest and the names of the files. Ranks divide the work; no rank
+    reads a file of another share."""
+    manifest, folder, found = read_tag_manifest(root, tag), tag_folder(root, tag), list[str]()
     with explain_read_errors(f"tag {tag}: {folder}"):
         for rank in range(share, manifest.world_size, shares):
             part = read_rank_manifest(folder, manifest, rank)
-            found |= {rank_manifest_name(rank): part.own_entry, **part.files}
+            found += [rank_manifest_name(rank), *part.files]
             _check_sizes(folder, part.files, manifest)  # of all files first, since they are cheap
             stored: dict[str, TensorLocation] = {}
             for name, entry in part.files.items():

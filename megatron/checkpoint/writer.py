@@ -94,11 +94,10 @@ class SavePlan:
     root: Path
     world: Group
     manifest: Manifest
-    place: int  # this rank's index in the grid (tp, dp), which names its files
     lineage: Lineage
-    keep: Keep
-    latest: bool
-    on_complete: Callable[[SaveReport], None] = lambda report: None
+    keep: Keep = Keep()  # which older tags stay
+    latest: bool = True  # False: the tag is loaded only by name
+    on_complete: Callable[[SaveReport], None] = lambda report: None  # called after the commit, on all ranks
     begin: float = field(default_factory=time.perf_counter)
     tensors: list[FileTensor] = field(default_factory=list)
     texts: dict[str, bytes] = field(default_factory=dict)  # other files: name -> content
@@ -140,16 +139,14 @@ def finish_phase(plan: SavePlan, result: Callable[[], int]) -> SaveReport:
 
 def agree(root: str | Path, tag: str, *, tensors: Iterable[TensorSource], rank_state: Mapping[str, Any],
           shared_state: Mapping[str, Any], config: Mapping[str, Any], layout: Mapping[str, Any], world: Group,
-          run_id: str, iteration: int, place: int | None = None, keep: Keep = Keep(),
-          hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None, latest: bool = True,
-          lineage: Lineage | None = None, on_complete: Callable[[SaveReport], None] = lambda report: None) -> SavePlan:
-    """Plan the checkpoint `tag` under `root`; older ones that `keep` does not name are deleted after it. Collective.
+          run_id: str, iteration: int, hold: Callable[[list[FileTensor]], list[FileTensor]] | None = None,
+          lineage: Lineage | None = None, **options: Any) -> SavePlan:
+    """Plan the checkpoint `tag` under `root`. Collective.
 
     `rank_state` is per rank (random streams); `shared_state` and `config` are those of rank 0. States are nested dicts
-    of JSON values and tensors. `layout` holds at least "tp" and "dp". `place` is this rank's index in that grid,
-    tensor-parallel rank + tp * data-parallel rank, and names its files; default: the rank. `hold` copies the data for
-    an asynchronous save. With `latest` False the tag is loaded only by name. The save continues `lineage`; None starts
-    a branch. `on_complete` is called after the commit, on all ranks."""
+    of JSON values and tensors. `layout` holds at least "tp" and "dp": rank k of `world` has tensor-parallel rank k % tp
+    and data-parallel rank k // tp. `hold` copies the data for an asynchronous save. The save continues `lineage`; None
+    starts a branch. `options`: keep, latest and on_complete of the SavePlan."""
     lineage, sources = lineage or Lineage(), list(tensors)
     entries = sorted((source.entry for source in sources), key=lambda entry: (entry.kind, entry.name))
     manifest = Manifest(tag, iteration, run_id, lineage.branch, history=lineage.history, layout=layout, config=config,
@@ -157,8 +154,7 @@ def agree(root: str | Path, tag: str, *, tensors: Iterable[TensorSource], rank_s
     # One id for all files of this save, and the same tensors on all ranks.
     checksum = f"{crc32(json.dumps(manifest.tensors_as_json()).encode()):08x}"
     save_id, checksum_of_rank_0 = on_rank_0(lambda: [f"{secrets.token_hex(8)}-{manifest.digest()}", checksum], world)
-    plan = SavePlan(Path(root), world, replace(manifest, save_id=save_id), world.rank if place is None else place,
-                    lineage, keep, latest, on_complete)
+    plan = SavePlan(Path(root), world, replace(manifest, save_id=save_id), lineage, **options)
 
     def collect() -> None:
         with explain_out_of_memory(world, f"saving {tag}"):
@@ -186,15 +182,16 @@ def agree(root: str | Path, tag: str, *, tensors: Iterable[TensorSource], rank_s
 def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: Mapping[str, Any],
                   shared_state: Mapping[str, Any]) -> None:
     """Plan what this rank writes; tensors of the states go into the same files as the pieces."""
-    manifest, origin = plan.manifest, provenance_of(plan.manifest, plan.place)
+    manifest, rank = plan.manifest, plan.world.rank
+    origin = provenance_of(manifest, rank)
     plan.rank_manifest = {"format": FORMAT, "origin": origin, "files": {},
-                          "state": encode_state(rank_state, f"rank{plan.place}", plan.tensors)}
-    if plan.place == 0:
+                          "state": encode_state(rank_state, f"rank{rank}", plan.tensors)}
+    if rank == 0:
         plan.rank_manifest["lineage"] = lineage_to_json(manifest)  # a copy, in case the manifest is damaged
         shared = {"origin": origin, "state": encode_state(shared_state, "shared", plan.tensors)}
         plan.texts[SHARED_STATE_FILE] = json.dumps(shared, indent=1).encode() + b"\n"
     for source in sources:
-        if (piece := manifest.piece_of_rank(source.entry, plan.place)) is not None:
+        if (piece := manifest.piece_of_rank(source.entry, rank)) is not None:
             key, offset, count = piece
             load = partial(source.load_finite, offset, count)
             plan.tensors.append(FileTensor(key, DTYPES[source.entry.dtype], (count,), load))
@@ -203,18 +200,18 @@ def collect_files(plan: SavePlan, sources: Iterable[TensorSource], rank_state: M
 
 def write(plan: SavePlan) -> int:
     """Write the files of this rank, its manifest last; returns the bytes. No communication."""
-    files: dict[str, FileEntry] = {}
+    files, rank = dict[str, FileEntry](), plan.world.rank
     metadata = {name: str(value) for name, value in plan.rank_manifest["origin"].items()}
     contents: dict[str, Iterable[bytes | memoryview]] = {}
     for index, batch in enumerate(split_files(plan.tensors)):
-        name = f"rank{plan.place}-{index}.safetensors" if index else f"rank{plan.place}.safetensors"
+        name = f"rank{rank}-{index}.safetensors" if index else f"rank{rank}.safetensors"
         contents[name] = file_parts(batch, metadata)
     contents |= {name: [text] for name, text in plan.texts.items()}
     with explain_out_of_memory(plan.world, f"saving {plan.manifest.tag}"):
         for name, parts in contents.items():
             with explain_disk_errors(plan.staging / name, plan.nbytes):
                 files[name] = write_file(plan.staging / name, parts)
-        name = rank_manifest_name(plan.place)
+        name = rank_manifest_name(rank)
         text = seal_record({**plan.rank_manifest, "files": {file: asdict(entry) for file, entry in files.items()}})
         with explain_disk_errors(plan.staging / name, len(text)):
             write_file(plan.staging / name, [text])

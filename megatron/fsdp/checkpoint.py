@@ -69,10 +69,9 @@ def save_checkpoint(model: nn.Module, optimizer: Optimizer, save_dir: str | os.P
         "tied": tied_tensor_names(root.module, root.buckets),
         "loop": {},
         "client_state": dict(client_state or {})}
-    save(folder, name, world=root.dp, tensors=_tensor_sources(optimizer, root, kinds), place=root.dp.rank,
-         rank_state={"rng": capture_rng()},
-         shared_state=shared, config={"fsdp": True}, layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3},
-         run_id=shared["run_id"], iteration=steps, keep=keep, lineage=root.lineage)
+    save(folder, name, world=root.dp, tensors=_tensor_sources(optimizer, root, kinds), shared_state=shared,
+         rank_state={"rng": capture_rng()}, config={"fsdp": True}, run_id=shared["run_id"], iteration=steps, keep=keep,
+         layout={"tp": 1, "dp": root.dp.size, "zero_stage": 3}, lineage=root.lineage)
     return name
 
 

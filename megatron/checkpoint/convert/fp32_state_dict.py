@@ -24,12 +24,24 @@ PathLike = str | os.PathLike[str]
 M = TypeVar("M", bound=nn.Module)
 
 
+@contextmanager
+def _translate_script_errors() -> Iterator[None]:
+    """Translate the stand-alone script's errors to ours."""
+    try:
+        yield
+    except DamagedCheckpoint as error:
+        raise CheckpointError(str(error)) from error
+    except InvalidArguments as error:
+        raise ConfigError(str(error)) from error
+
+
+@_translate_script_errors()
 def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: PathLike, tag: str | None = None,
                                              exclude_frozen_parameters: bool = False,
                                              lazy_mode: bool = False) -> Mapping[str, Tensor]:
     """Full, unpadded fp32 weights by name, from `tag` or the newest one; all names of a tied tensor share it. With
     `lazy_mode` each is read on access and not cached."""
-    entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
+    entries = output_tensors(*open_tag(Path(checkpoint_dir), tag), exclude_frozen_parameters)
     lazy = LazyStateDict(entries)
     if lazy_mode:
         return lazy
@@ -37,24 +49,25 @@ def get_fp32_state_dict_from_zero_checkpoint(checkpoint_dir: PathLike, tag: str 
     return {entry.name: loaded[entry.saved_as] for entry in entries}
 
 
+@_translate_script_errors()
 def convert_zero_checkpoint_to_fp32_state_dict(checkpoint_dir: PathLike, output_dir: PathLike,
                                                max_shard_size: str = "5GB", safe_serialization: bool = False,
                                                tag: str | None = None, exclude_frozen_parameters: bool = False) -> None:
     """Write the state dict as `pytorch_model.bin` or `model.safetensors` in a folder, or as a file of that name."""
-    with _translate_script_errors():
-        limit = parse_byte_count(max_shard_size)
-    entries = _entries(checkpoint_dir, tag, exclude_frozen_parameters)
+    limit = parse_byte_count(max_shard_size)
+    entries = output_tensors(*open_tag(Path(checkpoint_dir), tag), exclude_frozen_parameters)
     try:
         write_output(entries, output_path(Path(output_dir), safe_serialization), limit)
     except OSError as error:
         raise StorageError(f"{output_dir}: cannot write: {error.strerror or error}") from error
 
 
+@_translate_script_errors()
 def load_state_dict_from_zero_checkpoint(model: M, checkpoint_dir: PathLike, tag: str | None = None) -> M:
     """Load the weights into an unsharded model (no tensor parallelism, no engine) and return it on the CPU."""
     model = model.cpu()
     places = model.state_dict(keep_vars=True)
-    entries = {entry.name: entry for entry in _entries(checkpoint_dir, tag, False)
+    entries = {entry.name: entry for entry in output_tensors(*open_tag(Path(checkpoint_dir), tag))
                if entry.name == entry.saved_as or entry.name in places}
     # The model may tie names that the checkpoint does not know.
     covered = {id(places[name]) for name in entries if name in places}
@@ -81,29 +94,12 @@ class LazyStateDict(Mapping[str, Tensor]):
     def __init__(self, entries: list[OutputTensor]) -> None:
         self._entries = {entry.name: entry for entry in entries}
 
+    @_translate_script_errors()
     def __getitem__(self, name: str) -> Tensor:
-        entry = self._entries[name]
-        with _translate_script_errors():
-            return torch.from_numpy(entry.load())
+        return torch.from_numpy(self._entries[name].load())
 
     def __iter__(self) -> Iterator[str]:
         return iter(self._entries)
 
     def __len__(self) -> int:
         return len(self._entries)
-
-
-def _entries(folder: PathLike, tag: str | None, exclude_frozen: bool) -> list[OutputTensor]:
-    with _translate_script_errors():
-        return output_tensors(*open_tag(Path(folder), tag), exclude_frozen)
-
-
-@contextmanager
-def _translate_script_errors() -> Iterator[None]:
-    """Translate the stand-alone script's errors to ours."""
-    try:
-        yield
-    except DamagedCheckpoint as error:
-        raise CheckpointError(str(error)) from error
-    except InvalidArguments as error:
-        raise ConfigError(str(error)) from error

@@ -131,8 +131,7 @@ def plan_engine_save(engine: Engine, root: Path, tag: str, client_state: Mapping
         "client_state": dict(client_state)}
     return agree(root, tag, tensors=tensors + errors, rank_state={"rng": capture_rng()} if rng else {},
                  shared_state=shared, config=engine.config.as_dict(), layout=engine.layout, world=engine.groups.world,
-                 place=dp.rank * tp.size + tp.rank, run_id=engine.run_id, iteration=core.state.counters.global_steps,
-                 lineage=engine.lineage, **options)
+                 run_id=engine.run_id, iteration=core.state.counters.global_steps, lineage=engine.lineage, **options)
 
 
 def read_state(bucket: FlatBucket, kind: str, slot: Slot, offset: int, count: int) -> Tensor:

@@ -37,49 +37,34 @@ def failing(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, s
     return code, lines[0]
 
 
-def test_list_and_verify_name_every_tag(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for command in ("list", "verify"):
-        assert main([command, str(root)]) == 0
-        output = capsys.readouterr()
-        assert output.err == ""
-        assert [line.split()[0].strip(":") for line in output.out.splitlines()] == ["global_step1", "global_step2"]
-
-
-def test_a_folder_of_one_tag_will_do(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["digest", str(root / "global_step1")]) == 0
-    one = capsys.readouterr().out
-    assert main(["digest", str(root), "--tag", "global_step1"]) == 0
-    assert capsys.readouterr().out == one and one.splitlines()[-1].startswith("total ")
-
-
-def test_damage_is_exit_4_and_other_tags_are_checked_too(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (root / "global_step1" / "rank1.json").unlink()
-    code, line = failing(capsys, "verify", str(root))
-    assert code == 4 and "tag global_step1: shard file rank1.json (rank 1 of 2) missing" in line
-    assert main(["verify", str(root), "--tag", "global_step2"]) == 0
-
-
-def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert failing(capsys, "verify", str(tmp_path / "nowhere"))[0] == 4
-    assert failing(capsys, "list", str(tmp_path / "nowhere"))[0] == 4
-    assert failing(capsys, "digest", str(root), "--tag", "../root")[0] == 4
-    code, line = failing(capsys, "merge", str(root), "--output", str(root / "latest" / "all"))
-    assert code == 7 and f"--output: cannot write {root / 'latest' / 'all'}: " in line
-    for command in ("list", "verify", "digest"):
-        assert "there is no such folder" in failing(capsys, command, str(tmp_path / "nowhere"))[1]
-        for spelling in ([f"{root}:nope"], [str(root), "--tag", "nope"]):
-            assert "no tag nope" in (line := failing(capsys, command, *spelling)[1]) and "holds global_step1, " in line
-    assert failing(capsys, "merge", str(root))[0] == 2
-    assert failing(capsys, "frobnicate", str(root))[0] == 2
-    assert failing(capsys)[0] == 2
-
-
-def test_list_and_verify_import_no_torch(root: Path) -> None:
+def test_list_and_verify_name_every_tag_and_import_no_torch(root: Path) -> None:
     (root.parent / "torch.py").write_text("raise SystemExit('torch was imported')")
     for command in ("list", "verify"):
         done = subprocess.run([sys.executable, "-m", "megatron.checkpoint", command, str(root)], cwd=ROOT,
                               env={**os.environ, "PYTHONPATH": str(root.parent)}, capture_output=True, text=True)
         assert (done.returncode, done.stderr) == (0, "")
+        assert [line.split()[0].strip(":") for line in done.stdout.splitlines()] == ["global_step1", "global_step2"]
+
+
+def test_errors_have_their_exit_codes(root: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert failing(capsys, "digest", str(root), "--tag", "../root")[0] == 4
+    code, line = failing(capsys, "merge", str(root), "--output", str(root / "latest" / "all"))
+    assert code == 7 and f"--output: cannot write {root / 'latest' / 'all'}: " in line
+    for command in ("list", "verify", "digest"):
+        code, line = failing(capsys, command, str(tmp_path / "nowhere"))
+        assert code == 4 and "there is no such folder" in line
+        for spelling in ([f"{root}:nope"], [str(root), "--tag", "nope"]):
+            assert "no tag nope" in (line := failing(capsys, command, *spelling)[1]) and "holds global_step1, " in line
+    for wrong in (["merge", str(root)], ["frobnicate", str(root)], []):
+        assert failing(capsys, *wrong)[0] == 2
+    for spelling in ([f"{root}/global_step1"], [str(root), "--tag", "global_step1"]):
+        assert main(["digest", *spelling]) == 0
+    digests = capsys.readouterr().out.splitlines()
+    assert digests[:len(digests) // 2] == digests[len(digests) // 2:] and digests[-1].startswith("total ")
+    (root / "global_step1" / "rank1.json").unlink()
+    code, line = failing(capsys, "verify", str(root))
+    assert code == 4 and "tag global_step1: shard file rank1.json (rank 1 of 2) missing" in line
+    assert main(["verify", str(root), "--tag", "global_step2"]) == 0
 
 
 def moved_out(folder: Path) -> Path:
@@ -181,58 +166,37 @@ def test_a_pickle_in_place_of_any_file_is_never_run(root: Path, tmp_path: Path, 
 
 # ---- checkpoints of other programs -----------------------------------------------------------------------------------
 
-def _touch(root: Path, *names: str) -> None:
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(b"")
+# (its files with their content, what is said of them)
+FOREIGN: list[tuple[dict[str, str], tuple[str, ...]]] = [
+    ({"global_step5/mp_rank_00_model_states.pt": "", "global_step5/zero_pp_rank_0_mp_rank_00_optim_states.pt": "",
+      "latest": "global_step5"}, ("DeepSpeed", "tag global_step5", "zero_to_fp32.py", "checkpoint convert")),
+    ({"best/mp_rank_00_model_states.pt": "", "latest": "best"}, ("DeepSpeed", "tag best")),
+    ({"step_7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt": "", "zero_to_fp32.py": "", "latest": "step_7\n"},
+     ("DeepSpeed", "tag step_7", "-t step_7")),
+    ({"iter_0000010/mp_rank_00/model_optim_rng.pt": "", "latest_checkpointed_iteration.txt": "10"},
+     ("Megatron-LM", "checkpoint convert", "--finetune")),
+    ({"mp_rank_00/model_optim_rng.pt": ""}, ("Megatron-LM",)),
+    ({"config.json": "", "model.safetensors": ""}, ("Hugging Face", "--load-hf", "convert")),
+    ({"pytorch_model.bin": ""}, ("config.json",)), ({"ckpt.pt": ""}, ("nanoGPT", "checkpoint convert")),
+    ({".metadata": "", "__0_0.distcp": ""}, ("torch.distributed.checkpoint", "dcp_to_torch"))]
 
 
-def deepspeed(root: Path, tag: str = "global_step5") -> None:
-    _touch(root, f"{tag}/mp_rank_00_model_states.pt", f"{tag}/zero_pp_rank_0_mp_rank_00_optim_states.pt")
-    (root / "latest").write_text(tag)
-
-
-def deepspeed_bf16(root: Path) -> None:
-    _touch(root, "step_7/bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt", "zero_to_fp32.py")
-    (root / "latest").write_text("step_7\n")
-
-
-def megatron_lm(root: Path) -> None:
-    _touch(root, "iter_0000010/mp_rank_00/model_optim_rng.pt")
-    (root / "latest_checkpointed_iteration.txt").write_text("10")
-
-
-KINDS: dict[str, tuple[Callable[[Path], None], tuple[str, ...]]] = {
-    "deepspeed": (deepspeed, ("DeepSpeed", "tag global_step5", "zero_to_fp32.py", "checkpoint convert")),
-    "deepspeed, a tag of its own": (lambda root: deepspeed(root, "best"), ("DeepSpeed", "tag best")),
-    "deepspeed in bf16": (deepspeed_bf16, ("DeepSpeed", "tag step_7", "-t step_7")),
-    "megatron": (megatron_lm, ("Megatron-LM", "checkpoint convert", "--finetune")),
-    "megatron, an iteration": (lambda root: _touch(root, "mp_rank_00/model_optim_rng.pt"), ("Megatron-LM",)),
-    "hf": (lambda root: _touch(root, "config.json", "model.safetensors"), ("Hugging Face", "--load-hf", "convert")),
-    "hf without its configuration": (lambda root: _touch(root, "pytorch_model.bin"), ("config.json",)),
-    "nanogpt": (lambda root: _touch(root, "ckpt.pt"), ("nanoGPT", "checkpoint convert")),
-    "dcp": (lambda root: _touch(root, ".metadata", "__0_0.distcp"), ("torch.distributed.checkpoint", "dcp_to_torch")),
-}
-
-
-def test_a_load_the_command_and_the_script_say_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for number, (make, words) in enumerate(KINDS.values()):
+def test_a_load_and_the_command_say_whose_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for number, (files, words) in enumerate(FOREIGN):
         root = tmp_path / str(number)
-        make(root)
+        for name, content in files.items():
+            (root / name).parent.mkdir(parents=True, exist_ok=True)
+            (root / name).write_text(content)
         for command in ("list", "verify", "digest"):
             code, line = failing(capsys, command, str(root))
             assert code == 4 and all(word in line for word in words), line
         with pytest.raises(CheckpointError) as caught:
             train([*TINY, "--mock-data", "--train-iters", 2, "--load", root])
         assert all(word in str(caught.value) for word in words), caught.value
-
-
-def test_a_deepspeed_tag_that_is_named_is_recognised_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    deepspeed(tmp_path)
-    for word in (f"{tmp_path}:global_step5", f"{tmp_path}/global_step5"):
-        assert "it is a DeepSpeed checkpoint (tag global_step5)" in failing(capsys, "verify", word)[1]
-    code, line = failing(capsys, "convert", str(tmp_path), "--output", str(tmp_path / "out"))
-    assert code == 4 and "it is a DeepSpeed checkpoint" in line
+    for arguments in (["verify", f"{tmp_path / '0'}:global_step5"], ["verify", f"{tmp_path / '0'}/global_step5"],
+                      ["convert", str(tmp_path / "0"), "--output", str(tmp_path / "out")]):
+        code, line = failing(capsys, *arguments)
+        assert code == 4 and "it is a DeepSpeed checkpoint (tag global_step5)" in line
 
 
 def test_ours_and_nothing_are_not_taken_for_anothers(tmp_path: Path) -> None:

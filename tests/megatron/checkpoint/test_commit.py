@@ -10,6 +10,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from unittest import mock
 
@@ -63,40 +64,26 @@ def saves(request: pytest.FixtureRequest) -> Iterator[None]:
         yield
 
 
+@pytest.mark.parametrize("step", [2, 1], ids=["a new tag", "a replacement"])
 @pytest.mark.usefixtures("saves")
-def test_killed_anywhere_in_a_save_the_previous_tag_is_found(tmp_path: Path) -> None:
-    save_solo(tmp_path / "rehearsal", 1)
-    committed = []
-    for call in range(changes_of_a_save(tmp_path / "rehearsal", 2)):
-        root = tmp_path / str(call)
-        save_solo(root, 1)
-        with pytest.raises(Killed), dying_at(root, call):
-            save_solo(root, 2)
-        newest = tag_names(root)[-1]
-        assert value(root, "global_step1") == 1 and value(root, newest) == float(newest[-1])
-        assert open_checkpoint(root).tag == newest
-        committed.append(newest == "global_step2")
-        assert sum(name.startswith(".staging") for name in os.listdir(root)) <= 1
-        check_next_save(root)
-    assert committed == sorted(committed) and {True, False} == set(committed)  # once committed, for good
-
-
-@pytest.mark.usefixtures("saves")
-def test_killed_anywhere_in_a_replacement_one_whole_copy_is_found(tmp_path: Path) -> None:
+def test_killed_anywhere_in_a_save_one_whole_copy_is_found_and_the_previous_tag(step: int, tmp_path: Path) -> None:
     save_solo(tmp_path / "rehearsal", 1, seed=10)
     values, aside = [], 0
-    for call in range(changes_of_a_save(tmp_path / "rehearsal", 1)):
+    for call in range(changes_of_a_save(tmp_path / "rehearsal", step)):
         root = tmp_path / str(call)
         save_solo(root, 1, seed=10)
         with pytest.raises(Killed), dying_at(root, call):
-            save_solo(root, 1, seed=20)
-        values.append(value(root, "global_step1"))
-        assert open_checkpoint(root).tag == "global_step1"
+            save_solo(root, step, seed=20)
+        newest = tag_names(root)[-1]
+        values.append(value(root, newest))
+        assert step == 1 or value(root, "global_step1") == 10 and (newest == "global_step2") == (values[-1] == 20)
+        assert open_checkpoint(root).tag == newest
         aside += not (root / "global_step1").exists()
+        assert sum(name.startswith(".staging") for name in os.listdir(root)) <= 1
         check_next_save(root)
-        assert value(root, "global_step1") == values[-1]
-    assert values == sorted(values) and set(values) == {10, 20}
-    assert aside  # the gap between the two renames was met
+        assert value(root, newest) == values[-1]
+    assert values == sorted(values) and set(values) == {10, 20}  # once committed, for good
+    assert bool(aside) == (step == 1)  # the gap between the two renames of a replacement was met
 
 
 def test_killed_while_tidying_up_nothing_is_lost(tmp_path: Path) -> None:
@@ -129,24 +116,30 @@ def test_what_a_kill_left_is_swept_by_the_next_save_and_a_save_that_it_left_is_t
     assert not [other for other in os.listdir(tmp_path) if other.startswith(".")]
 
 
-STAGE = """
+HOLD = """
 import sys
 from pathlib import Path
-from megatron.checkpoint.commit import open_staging_folder
-with open_staging_folder(Path(sys.argv[1]), "global_step2", "other"):
-    print("staged", flush=True)
+from megatron.checkpoint.commit import lock_save_root, open_staging_folder
+with {}:
+    print("held", flush=True)
     input()
 """
 
 
+@contextmanager
+def another_program(holds: str, root: Path) -> Iterator[int]:
+    """A program that holds this until it is killed at the end of the block; its process id."""
+    with subprocess.Popen([sys.executable, "-c", HOLD.format(holds), str(root)], cwd=ROOT, stdin=subprocess.PIPE,
+                          stdout=subprocess.PIPE) as other:
+        assert other.stdout is not None and other.stdout.readline() == b"held\n"
+        yield other.pid
+        other.kill()
+
+
 def test_a_staging_folder_of_a_program_that_saves_now_is_left_alone_until_that_is_dead(tmp_path: Path) -> None:
-    with subprocess.Popen([sys.executable, "-c", STAGE, str(tmp_path)], cwd=ROOT,
-                          stdin=subprocess.PIPE, stdout=subprocess.PIPE) as other:
-        assert other.stdout is not None and other.stdout.readline() == b"staged\n"
+    with another_program('open_staging_folder(Path(sys.argv[1]), "global_step2", "other")', tmp_path):
         save_solo(tmp_path, 2, run="other")  # of the same name: both went on from one checkpoint
         assert (tmp_path / ".staging-global_step2-other").exists() and value(tmp_path, "global_step2") == 2
-        other.kill()
-        other.wait()
     save_solo(tmp_path, 3)
     assert not (tmp_path / ".staging-global_step2-other").exists()
 
@@ -231,26 +224,13 @@ def test_probe_names_the_flag_and_the_path(tmp_path: Path) -> None:
 
 # ---- two jobs, one folder --------------------------------------------------------------------------------------------
 
-HOLD = """
-import sys
-from megatron.checkpoint.commit import lock_save_root
-with lock_save_root(sys.argv[1]):
-    print("held", flush=True)
-    input()
-"""
-
-
 def test_the_second_job_is_told_who_was_first_under_every_name_of_the_folder(tmp_path: Path) -> None:
     names = names_of(tmp_path)
-    with subprocess.Popen([sys.executable, "-c", HOLD, str(names[0])], cwd=ROOT, stdin=subprocess.PIPE,
-                          stdout=subprocess.PIPE) as first:
-        assert first.stdout is not None and first.stdout.readline() == b"held\n"
+    with another_program("lock_save_root(sys.argv[1])", names[0]) as first:
         for name in names:
-            with pytest.raises(ConfigError, match=f"--save {name}: locked by process {first.pid} on "), \
+            with pytest.raises(ConfigError, match=f"--save {name}: locked by process {first} on "), \
                     lock_save_root(name):
                 pass
-        first.kill()
-        first.wait()
     with lock_save_root(names[0]):
         save_solo(names[0], 1)
 

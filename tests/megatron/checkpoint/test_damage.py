@@ -19,11 +19,11 @@ import pytest
 import torch
 
 from megatron import zero
-from megatron.checkpoint import cli, zero_to_fp32
+from megatron.checkpoint import zero_to_fp32
 from megatron.checkpoint.manifest import MANIFEST
 from megatron.checkpoint.reader import digest_lines, open_checkpoint, write_fp32_weights
 from megatron.checkpoint.verify import verify_tag
-from megatron.errors import EXIT_CHECKPOINT, CheckpointError, ConfigError
+from megatron.errors import CheckpointError, ConfigError
 from mpu.groups import build
 from tests.distributed import run_ranks
 from tests.megatron.checkpoint.made import (Grid, open_quietly, redigest, rejoin, reseal, rewrite, save_grid,
@@ -136,53 +136,50 @@ def test_no_mix_is_accepted(tags: dict[str, Path], tmp_path: Path) -> None:
     assert tried >= 150, tried
 
 
-def test_a_manifest_that_says_something_else_is_of_another_checkpoint(tags: dict[str, Path], tmp_path: Path) -> None:
-    changes: list[Callable[[dict[str, Any]], object]] = [
-        lambda body: body.update(iteration=11), lambda body: body["config"].update(hidden=9),
-        lambda body: body.update(save_id="x" + body["save_id"][1:]),
-        lambda body: (body.update(iteration=11), redigest(body)),
-        lambda body: body.update(format=3, save_id=body["save_id"].partition("-")[0])]
-    for number, change in enumerate(changes):
-        shutil.copytree(tags["ours"], tmp_path / TAG)
-        rewrite(tmp_path / TAG / MANIFEST, change)
-        check_all_refuse(tmp_path, number)
-        shutil.rmtree(tmp_path / TAG)
+Change = Callable[[dict[str, Any]], Any]
 
 
-def test_a_file_of_tensors_that_does_not_say_whose_it_is_is_refused(tags: dict[str, Path], tmp_path: Path) -> None:
-    changes: list[Callable[[dict[str, Any]], Any]] = [
-        lambda header: header.pop("__metadata__") and None, lambda header: header.update(__metadata__={}),
-        lambda header: header["__metadata__"].pop("save_id") and None,
-        lambda header: header["__metadata__"].update(rank="1"), lambda header: header["__metadata__"].update(rank=0.0),
-        lambda header: header["__metadata__"].update(more="x")]
-    for number, change in enumerate(changes):
-        shutil.copytree(tags["ours"], tmp_path / TAG)
-        set_header(tmp_path / TAG / "rank0.safetensors", change)
-        reseal(tmp_path / TAG)
-        check_all_refuse(tmp_path, number, but="zero_to_fp32")  # which ignores what it does not know
-        with pytest.raises(CheckpointError, match="rank0.safetensors: "):
-            verify_tag(tmp_path, TAG)
-        shutil.rmtree(tmp_path / TAG)
+def manifest(change: Change) -> Callable[[Path], None]:
+    return lambda folder: rewrite(folder / MANIFEST, lambda body: change(body) and None)
 
 
-def test_a_tensor_in_two_files_of_a_rank_is_refused(tags: dict[str, Path], tmp_path: Path) -> None:
-    """Which of them counts nobody could tell."""
-    folder = tmp_path / TAG
-    shutil.copytree(tags["ours"], folder)
+def tensors(change: Change) -> Callable[[Path], None]:
+    return lambda folder: set_header(folder / "rank0.safetensors", lambda header: change(header) and None)
+
+
+def doubled(folder: Path) -> None:
+    """A second file with the same tensors: it would be open which of them counts."""
     shutil.copy(folder / "rank0.safetensors", folder / "rank0-2.safetensors")
     rewrite(folder / "rank0.json", lambda part: part["files"].update({"rank0-2.safetensors": {}}))
-    reseal(folder)
-    check_all_refuse(tmp_path)
 
 
-def test_the_error_says_what_is_of_what(tags: dict[str, Path], tmp_path: Path,
-                                        capsys: pytest.CaptureFixture[str]) -> None:
-    shutil.copytree(tags["ours"], tmp_path / TAG)
-    shutil.copy(tags["another step"] / "shared.json", tmp_path / TAG)
-    reseal(tmp_path / TAG)
-    assert cli.main(["verify", str(tmp_path)]) == EXIT_CHECKPOINT
-    said = capsys.readouterr().err
-    assert said.startswith(f"error: tag {TAG}: file shared.json: is of another checkpoint: save_id expected ")
+OTHER_MANIFEST: list[Change] = [
+    lambda body: body.update(iteration=11), lambda body: body["config"].update(hidden=9),
+    lambda body: body.update(save_id="x" + body["save_id"][1:]),
+    lambda body: (body.update(iteration=11), redigest(body)),
+    lambda body: body.update(format=3, save_id=body["save_id"].partition("-")[0])]
+OTHER_HEADER: list[Change] = [
+    lambda header: header.pop("__metadata__"), lambda header: header.update(__metadata__={}),
+    lambda header: header["__metadata__"].pop("save_id"), lambda header: header["__metadata__"].update(rank="1"),
+    lambda header: header["__metadata__"].update(rank=0.0), lambda header: header["__metadata__"].update(more="x")]
+
+
+def test_a_file_that_says_something_else_is_of_another_checkpoint(tags: dict[str, Path], tmp_path: Path) -> None:
+    changes: list[tuple[str, Callable[[Path], object]]] = [
+        *(("", manifest(change)) for change in OTHER_MANIFEST),
+        *(("file rank0.safetensors: ", tensors(change)) for change in OTHER_HEADER),
+        ("file rank0-2.safetensors: .* is in another file of the rank as well", doubled),
+        ("file shared.json: is of another checkpoint: save_id expected ",
+         lambda folder: shutil.copy(tags["another step"] / "shared.json", folder))]
+    for number, (message, change) in enumerate(changes):
+        shutil.copytree(tags["ours"], tmp_path / TAG)
+        change(tmp_path / TAG)
+        reseal(tmp_path / TAG)
+        # The script ignores what it does not know in a header.
+        check_all_refuse(tmp_path, number, but="zero_to_fp32" if message == "file rank0.safetensors: " else "")
+        with pytest.raises(CheckpointError, match=f"^tag {TAG}: {message}"):
+            verify_tag(tmp_path, TAG)
+        shutil.rmtree(tmp_path / TAG)
 
 
 def opened_in_its_own_folder(rank: int, world_size: int, folders: list[str]) -> str:
@@ -338,12 +335,8 @@ def shared(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
     return lambda folder: rewrite(folder / "shared.json", lambda value: change(value["state"]))
 
 
-def manifest(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    return lambda folder: (rewrite(folder / MANIFEST, lambda body: change(body) and None), rejoin(folder)) and None
-
-
-def tensors(change: Callable[[dict[str, Any]], Any]) -> Callable[[Path], None]:
-    return lambda folder: set_header(folder / "rank0.safetensors", change)
+def rejoined(change: Callable[[Path], None]) -> Callable[[Path], object]:
+    return lambda folder: (change(folder), rejoin(folder))
 
 
 def first(header: dict[str, Any], kind: str = "exp_avg/") -> dict[str, Any]:
@@ -366,8 +359,6 @@ NAMED: dict[str, tuple[str, Callable[[Path], Any]]] = {
                              shared(lambda state: state["client_state"].update(iteration=-3))),
     "a huge iteration": ("field 'iteration' must be below", shared(
         lambda state: state["client_state"].update(iteration=10**18))),
-    "the manifest's iteration": ("manifest.json: field 'iteration' must be below",
-                                 manifest(lambda body: body.update(iteration=10**30))),
     "a key of a schedule": ("schedule: unknown field 'cosine'", shared(
         lambda state: state["client_state"]["schedule"].update(cosine=1))),
     "a style of a schedule": ("schedule: cannot be used .KeyError: 'wavy'", shared(
@@ -389,10 +380,8 @@ NAMED: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "a shape": ("expected to be F32 .*, found F32 .1, ", tensors(
         lambda header: first(header).update(shape=[1, *first(header)["shape"]]))),
     "an empty shard": ("files of rank 0: .* expected to be F32 .*, found nothing", emptied),
-    "a layout": ("layout expected with sizes tp and dp", manifest(lambda body: body.update(layout={"x": []}))),
-    "more ranks": ("rank1.json .rank 1 of 2. missing|are not in", manifest(lambda body: body["layout"].update(dp=2))),
-    "no configuration": ("config: cannot be used .KeyError: 'model'", manifest(
-        lambda body: body.update(config={}))),
+    "no configuration": ("config: cannot be used .KeyError: 'model'", rejoined(manifest(
+        lambda body: body.update(config={})))),
 }
 
 

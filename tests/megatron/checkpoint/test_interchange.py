@@ -321,18 +321,12 @@ BLOCK = {"ln_1": "input_layernorm", "attn.qkv": "attention.query_key_value", "at
 
 
 def in_their_order(whole: Tensor, version: float, rank: int, tp: int) -> Tensor:
-    """Rows of the fused projection as one rank of Megatron-LM keeps them, head by head, spelled out."""
-    q, k, v = whole.chunk(3)
-    width = HIDDEN // HEADS
-    rows = []
-    mine = range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
-    if version == 0:
-        rows = [part[head * width + i] for part in (q, k, v) for head in mine for i in range(width)]
-    elif version == 1:
-        rows = [part[head * width + i] for head in mine for i in range(width) for part in (q, k, v)]
-    else:
-        rows = [part[head * width + i] for head in mine for part in (q, k, v) for i in range(width)]
-    return torch.stack(rows)
+    """Rows of the fused projection as one rank of Megatron-LM keeps them: [q k v, head, width] in another order."""
+    rows = [(part, head, i) for part in range(3) for head in range(rank * HEADS // tp, (rank + 1) * HEADS // tp)
+            for i in range(HIDDEN // HEADS)]
+    if version > 0:
+        rows.sort(key=lambda row: (row[1], row[2], row[0]) if version == 1 else (row[1], row[0], row[2]))
+    return whole.unflatten(0, (3, HEADS, -1))[tuple(zip(*rows, strict=True))]
 
 
 def megatron_folder(root: Path, hf: Path, tp: int, version: float, style: str = "transformer") -> Path:

@@ -85,13 +85,16 @@ def test_another_logical_shape_is_an_error_that_lists_both(saved: dict[Grid, Pat
     assert open_checkpoint(saved[Grid(2, 1)]).rank_state(2) is None
 
 
-def test_ranks_share_the_verification_and_fail_together(tmp_path: Path) -> None:
-    save_grid(tmp_path, Grid(2, 1))
-    victim = tmp_path / "global_step1" / "rank1.safetensors"
-    victim.write_bytes(victim.read_bytes()[:-1] + b"\xff")
-    results = ThreadWorld(3).run(lambda world: reader.open_checkpoint(tmp_path, world=world))
-    assert [type(result) for result in results] == [CheckpointError] * 3
-    assert len({str(result) for result in results}) == 1 and "rank1.safetensors" in str(results[0])
+@pytest.mark.parametrize("ranks", [2, 3, 7])
+def test_ranks_share_the_verification_and_fail_together(ranks: int, tmp_path: Path) -> None:
+    save_grid(tmp_path, Grid(2, 2))
+    for victim in sorted((tmp_path / "global_step1").glob("rank*")):
+        content = victim.read_bytes()
+        victim.write_bytes(content[:-1] + b"\xff")
+        results = ThreadWorld(ranks).run(lambda world: open_checkpoint(tmp_path, world=world))
+        assert [type(result) for result in results] == [CheckpointError] * ranks
+        assert len({str(result) for result in results}) == 1 and victim.name in str(results[0])
+        victim.write_bytes(content)
 
 
 def test_a_logical_shape_has_no_padding_and_an_impossible_cut_is_refused() -> None:
@@ -206,9 +209,7 @@ def reference(tmp_path_factory: pytest.TempPathFactory) -> list[dict[int, scale.
 
 
 def phases(root: Path, size: int) -> list[dict[int, scale.Cost]]:
-    saved = scale.save(root, size, 1)
-    opened, resumed, _ = scale.open_and_read(root, size)
-    return [saved, opened, resumed]
+    return [scale.save(root, size), *scale.open_and_read(root, size)]
 
 
 @pytest.mark.parametrize("size", [64, pytest.param(512, marks=pytest.mark.slow),

@@ -119,34 +119,30 @@ def test_what_a_killed_save_left_is_swept_without_what_links_lead_to(name: str, 
 
 # ---- latest ---------------------------------------------------------------------------------------------------------
 
-@pytest.fixture
-def with_latest(tmp_path: Path) -> Path:
-    save_grid(tmp_path / "root", GRID, step=1)
-    (tmp_path / "elsewhere").mkdir()
-    (tmp_path / "elsewhere" / "thesis").write_text("global_step1\n")
-    return tmp_path / "root"
-
-
-def test_a_latest_that_is_a_link_out_of_the_root_is_refused(with_latest: Path) -> None:
+def test_a_latest_that_is_a_link_out_of_the_root_is_refused(roots: tuple[Path, Path]) -> None:
+    root, other = roots
+    (other / "thesis").write_text("global_step1\n")
     for target in ("thesis", "nowhere"):
-        (with_latest / "latest").unlink()
-        (with_latest / "latest").symlink_to(f"../elsewhere/{target}")
-        check_refused(["load", "verify all", "zero_to_fp32.py"], with_latest, "latest")
-    assert open_checkpoint(with_latest, "global_step1").tag == "global_step1"
-    shutil.rmtree(with_latest / "global_step1")
+        (root / "latest").unlink()
+        (root / "latest").symlink_to(f"../elsewhere/{target}")
+        check_refused(["load", "verify all", "zero_to_fp32.py"], root, "latest")
+    assert open_checkpoint(root, "global_step1").tag == "global_step1"
+    for tag in ("global_step1", "global_step2"):
+        (root / tag).rename(other / f"{tag} of before")
     with pytest.raises(CheckpointError, match=OUTSIDE):
-        tags.has_no_checkpoint(with_latest)  # it is no fresh start
+        tags.has_no_checkpoint(root)  # it is no fresh start
 
 
 @pytest.mark.parametrize("name", ["latest", ".latest-pending", "zero_to_fp32.py"])
-def test_a_save_writes_no_file_through_a_link(name: str, with_latest: Path) -> None:
-    target = with_latest.parent / "elsewhere" / "thesis"
-    (with_latest / name).unlink(missing_ok=True)
-    (with_latest / name).symlink_to(target)
-    save_grid(with_latest, GRID, step=2, seed=2)
-    assert target.read_text() == "global_step1\n" and not (with_latest / name).is_symlink()
-    assert (with_latest / "latest").read_text() == "global_step2\n"
-    assert open_quietly(with_latest).tag == "global_step2"
+def test_a_save_writes_no_file_through_a_link(name: str, roots: tuple[Path, Path]) -> None:
+    root, other = roots
+    (other / "thesis").write_text("global_step1\n")
+    (root / name).unlink(missing_ok=True)
+    (root / name).symlink_to(other / "thesis")
+    save_grid(root, GRID, step=3, seed=2)
+    assert (other / "thesis").read_text() == "global_step1\n" and not (root / name).is_symlink()
+    assert (root / "latest").read_text() == "global_step3\n"
+    assert open_quietly(root).tag == "global_step3"
 
 
 # ---- files of nobody's ----------------------------------------------------------------------------------------------

@@ -103,32 +103,23 @@ def test_what_a_kill_left_in_the_trash_is_no_work_of_a_save_or_a_start(tmp_path:
     assert in_trash(tmp_path) == []
 
 
+@pytest.mark.parametrize("is_stopped", [False, True])
 @pytest.mark.parametrize("leave", [process_group.run_shutdown_callbacks, process_group.shutdown])
-def test_a_program_that_ends_well_waits_where_it_has_left_the_others(leave: Callable[[], None], tmp_path: Path) -> None:
-    events: list[str] = []
+def test_a_program_that_ends_well_waits_where_it_has_left_the_others_until_it_is_asked_to_stop(
+        leave: Callable[[], None], is_stopped: bool, tmp_path: Path) -> None:
+    stop, events = StopListener(), list[str]()
     save(tmp_path, 1)
+    process_group.register_stop_check(stop.is_stop_pending)
     with slow_disk() as go, mock.patch("torch.distributed.is_initialized", return_value=True), \
             mock.patch("torch.distributed.destroy_process_group", lambda: events.append("left")):
         save(tmp_path, 2)
         leaving = in_thread(leave)
         assert leaving.is_alive() and STATUS.snapshot.activity == "deletion of old checkpoints"
         assert events == (["left"] if leave is process_group.shutdown else [])
-        go.set()
-        leaving.join(60)
-    assert in_trash(tmp_path) == []
-
-
-def test_a_program_that_was_asked_to_stop_does_not_wait(tmp_path: Path) -> None:
-    stop = StopListener()
-    save(tmp_path, 1)
-    process_group.register_stop_check(stop.is_stop_pending)
-    with slow_disk() as go:
-        save(tmp_path, 2)
-        leaving = in_thread(process_group.run_shutdown_callbacks)
-        assert leaving.is_alive()
-        stop.signal = signal.SIGTERM
+        stop.signal = signal.SIGTERM if is_stopped else None
+        go.set() if not is_stopped else None
         leaving.join(5)
-        assert not leaving.is_alive() and len(in_trash(tmp_path)) == 1
+        assert not leaving.is_alive() and len(in_trash(tmp_path)) == is_stopped
         go.set()
         DELETER.wait_for_deletions()
 

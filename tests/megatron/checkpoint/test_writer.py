@@ -9,7 +9,7 @@ import os
 import re
 import shutil
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from math import prod
@@ -37,8 +37,7 @@ from mpu.split import ParallelError, Partition
 from tests.distributed import RankError, on_ranks, run_ranks
 from tests.megatron.checkpoint import made
 from tests.megatron.checkpoint.faults import before_each, failing
-from tests.megatron.checkpoint.made import (KINDS, SHAPES, Grid, load_from, open_quietly, save_grid, save_solo, weight,
-                                            whole)
+from tests.megatron.checkpoint.made import KINDS, SHAPES, Grid, open_quietly, save_grid, save_solo, weight, whole
 from tests.megatron.helpers import TINY, train, write_corpus
 
 
@@ -46,15 +45,6 @@ def check_untouched(root: Path) -> None:
     assert sorted(os.listdir(root)) == ["global_step1", "latest", "zero_to_fp32.py"]
     verify_tag(root, "global_step1")
     assert open_quietly(root).tag == "global_step1"
-
-
-def check_old_or_new(root: Path) -> str:
-    """Step 1 is there, and the newest tag is whole and the one that is loaded; which it is."""
-    verify_tag(root, "global_step1")
-    newest = tag_names(root)[-1]
-    verify_tag(root, newest)
-    assert open_checkpoint(root).tag == newest
-    return newest
 
 
 @pytest.mark.parametrize("where", ["rank0.safetensors", "rank1.safetensors", "rank3.json", "shared.json",
@@ -111,7 +101,9 @@ def test_a_drive_that_fails_is_one_line_with_the_file_and_costs_nothing(call: st
     said = str(caught.value)
     assert said.startswith("--save: ") and named.format(root) in said and "\n" not in said
     assert os.strerror(number) in said
-    check_old_or_new(root)
+    for tag in tag_names(root):
+        verify_tag(root, tag)
+    assert tag_names(root)[0] == "global_step1" and open_checkpoint(root).tag == tag
 
 
 # ---- what is not saved ----------------------------------------------------------------------------------------------
@@ -167,8 +159,8 @@ def test_deferred_data_is_fetched_once_when_written(tmp_path: Path) -> None:
 def test_large_ranks_write_several_files(tmp_path: Path) -> None:
     with mock.patch.object(safetensors_io, "MAX_FILE_BYTES", 200):
         save_grid(tmp_path, Grid(1, 2))
-    names = set(verify_tag(tmp_path, "global_step1"))
-    assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= names
+    _, names = verify_tag(tmp_path, "global_step1")
+    assert {"rank0.safetensors", "rank0-1.safetensors", "rank1-1.safetensors"} <= {*names}
     state = open_checkpoint(tmp_path).rank_state(1)
     assert state is not None and state["stream"].tolist() == list(range(1, 9))
 
@@ -209,55 +201,39 @@ def test_a_replicated_tensor_is_written_once(tmp_path: Path) -> None:
 
 # ---- lack of memory on one rank of two, anywhere in a save -----------------------------------------------------------
 
-def save(rank: int, world_size: int, root: Path, step: int, hold: Any = None, load: Any = None) -> None:
-    source = TensorSource.of("weight", "w", torch.float32, TPSlice((4,), Partition(0), rank, world_size),
-                             load or load_from(torch.full((4,), float(rank))))
-    save_solo(root, step, tensors=[source], hold=hold, layout={"tp": world_size, "dp": 1}, world=build().world,
-              lineage=None)
-
-
-def no_tensor(offset: int, count: int) -> torch.Tensor:
-    raise RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't allocate memory: you tried "
-                       "to allocate 8 bytes.\nmore of it")
-
-
-def short_of_memory(kind: str, rank: int, world_size: int, root: Path) -> tuple[int, str, bool]:
-    lacks = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
-    hold = partial(AsyncSaver(build().world).copy_tensors, torch.device("cpu")) if kind == "copy" else None
-    save(rank, world_size, root, 1)
-    patches = {"map": (mmap, "mmap", lacks), "folder": (os, "mkdir", lacks), "rename": (os, "rename", lacks),
-               "write": (os, "write", lacks), "object": (os, "fsync", MemoryError()),
-               "copy": (torch, "empty", torch.OutOfMemoryError("CUDA out of memory. Tried 8 GiB"))}
-    with ExitStack() as stack:
-        if rank == victim_of(kind) and kind in patches:
-            owner, name, error = patches[kind]
-            stack.enter_context(mock.patch.object(owner, name, side_effect=error))
-        try:
-            save(rank, world_size, root, 2, hold, no_tensor if (kind, rank) == ("tensor", 1) else None)
-        except TrainerError as error:
-            failure = exit_codes.exit_reason_of(error)
-            return failure.code, failure.text, failure.is_peer_loss
-    return 0, "", False
-
-
-def victim_of(kind: str) -> int:
-    """Folder and rename are rank 0's work."""
-    return 0 if kind in ("folder", "rename") else 1
-
-
-MEMORY = ["map", "folder", "rename", "write", "object", "copy", "tensor"]
+LACKS = OSError(errno.ENOMEM, os.strerror(errno.ENOMEM))
+SHORTAGES: dict[str, tuple[int, Any, str, Exception]] = {  # (its rank, what raises which error there)
+    "map": (1, mmap, "mmap", LACKS), "folder": (0, os, "mkdir", LACKS), "rename": (0, os, "rename", LACKS),
+    "write": (1, os, "write", LACKS), "object": (1, os, "fsync", MemoryError()),
+    "copy": (1, torch, "empty", torch.OutOfMemoryError("CUDA out of memory. Tried 8 GiB")),
+    "tensor": (1, torch, "full", RuntimeError("[enforce fail at alloc_cpu.cpp:118] . DefaultCPUAllocator: can't "
+                                              "allocate memory: you tried to allocate 8 bytes.\nmore of it"))}
 
 
 def each_shortage(rank: int, world_size: int, folder: Path) -> list[tuple[int, str, bool]]:
-    return [short_of_memory(kind, rank, world_size, folder / kind) for kind in MEMORY]
+    """What a save of two ranks, after a good one, ends with."""
+    world, found = build().world, []
+    source = TensorSource.of("weight", "w", torch.float32, TPSlice((4,), Partition(0), rank, world_size),
+                             lambda offset, count: torch.full((count,), float(rank)))
+    for kind, (victim, owner, name, error) in SHORTAGES.items():
+        hold = partial(AsyncSaver(world).copy_tensors, torch.device("cpu")) if kind == "copy" else None
+        save = partial(save_solo, folder / kind, tensors=[source], layout={"tp": world_size, "dp": 1}, world=world,
+                       data=torch.ones(1), lineage=None)
+        save(1)
+        with mock.patch.object(owner, name, side_effect=error) if rank == victim else nullcontext(), \
+                pytest.raises(TrainerError) as caught:
+            save(2, hold=hold)
+        failure = exit_codes.exit_reason_of(caught.value)
+        found.append((failure.code, failure.text, failure.is_peer_loss))
+    return found
 
 
 def test_lack_of_memory_on_one_rank_is_told_as_memory_on_both_and_costs_nothing(tmp_path: Path) -> None:
     first, second = run_ranks(each_shortage, 2, tmp_path)
     assert first == second
-    for kind, (code, text, is_peer_loss) in zip(MEMORY, first, strict=True):
+    for (kind, (victim, *_)), (code, text, is_peer_loss) in zip(SHORTAGES.items(), first, strict=True):
         assert (code, is_peer_loss) == (5, False), (kind, text)
-        assert text.startswith(f"rank {victim_of(kind)} is out of memory, while saving global_step2: "), (kind, text)
+        assert text.startswith(f"rank {victim} is out of memory, while saving global_step2: "), (kind, text)
         assert "cannot write" not in text and "--save" not in text and "\n" not in text
         assert open_quietly(tmp_path / kind).tag == "global_step1"
 
