@@ -76,8 +76,8 @@ def compare(flags: Sequence[str], place: Path, rounds: int) -> None:
     for _ in range(rounds):
         measure([*grid])
     seconds = time.monotonic() - begin
-    searched = dict[TuningChoice, TrialResult]()
-    while isinstance(option := next_trial(planned, capacity, searched, tuning.autotuning_tuner_num_trials), TrialOption):
+    searched, most = dict[TuningChoice, TrialResult](), tuning.autotuning_tuner_num_trials
+    while isinstance(option := next_trial(planned, capacity, searched, most), TrialOption):
         searched[option.choice] = outcomes[option.choice]
     ordered = sorted((one for one in outcomes if outcomes[one].seconds), key=lambda one: seconds_of(outcomes, one))
     pick = fastest_choice(searched)
