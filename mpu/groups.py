@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import cast
 
+import torch
 import torch.distributed as dist
 from torch import Tensor
 from torch.distributed import distributed_c10d
@@ -118,10 +119,21 @@ def build(tp_size: int = 1, timeout: timedelta | None = None) -> Groups:
 
 
 def set_timeout(groups: Groups, timeout: timedelta) -> None:
-    """Set the timeout of all later operations of these groups."""
-    for group in {groups.world, groups.tp, groups.dp}:
-        for handle in {group.process_group_or_none, group.control_process_group} - {None}:
-            distributed_c10d._set_pg_timeout(timeout, handle)
+    """Set the timeout of all later operations of these groups and of their subgroups."""
+    handles = {handle for group in (groups.world, groups.tp, groups.dp)
+               for handle in (group.process_group_or_none, group.control_process_group) if handle is not None}
+    for _ in range(2):  # subgroups, then their control groups: a description ends with the name of the other group
+        names = {handle.group_name for handle in handles}
+        handles |= {one for one in distributed_c10d._world.pg_map if one.group_desc.rpartition(" of ")[2] in names}
+    for handle in handles:
+        distributed_c10d._set_pg_timeout(timeout, handle)
+
+
+def _timeout_of(group: Group) -> timedelta | None:
+    """The present timeout of a group."""
+    handle = group.control_process_group
+    options = None if handle is None else getattr(handle._get_backend(torch.device("cpu")), "options", None)
+    return None if options is None else cast(timedelta, options._timeout)
 
 
 def group_from_process_group(process_group: dist.ProcessGroup | None) -> Group:
@@ -137,18 +149,20 @@ def subgroup(group: Group, size: int) -> Group:
     # Consecutive ranks usually share a node, so that a block communicates over its fastest links.
     blocks = [group.ranks[at : at + size] for at in range(0, group.size, size)]
     mine = blocks[group.rank // size]
-    handle = _find_or_create_process_group(f"{size} neighbours of {group.name}", mine) if size > 1 else None
-    return _wrap_process_group(group.ranks[group.rank], mine, handle, None)
+    return _subgroup_of(group, f"{size} neighbours", mine)
+
+
+def _subgroup_of(group: Group, which: str, ranks: tuple[int, ...]) -> Group:
+    timeout = _timeout_of(group)
+    handle = _find_or_create_process_group(f"{which} of {group.name}", ranks, timeout) if len(ranks) > 1 else None
+    return _wrap_process_group(group.ranks[group.rank], ranks, handle, timeout)
 
 
 def split_into_replicas(group: Group, size: int) -> tuple[Group, Group]:
     """(this rank's block of `size` consecutive ranks, the ranks at its place in all blocks). Collective over the group,
     which `size` divides; both are found again by a second call."""
     place = group.rank % size
-    replicas = group.ranks[place::size]
-    handle = None if len(replicas) == 1 else _find_or_create_process_group(
-        f"place {place} of {size} in {group.name}", replicas)
-    return subgroup(group, size), _wrap_process_group(group.ranks[group.rank], replicas, handle, None)
+    return subgroup(group, size), _subgroup_of(group, f"place {place} in blocks of {size}", group.ranks[place::size])
 
 
 def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout: timedelta | None = None,

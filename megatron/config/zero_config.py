@@ -160,10 +160,10 @@ class ZeroConfig(ConfigSection):
 
     def shard_ranks(self, dp_size: int) -> int:
         """The number of data parallel ranks that share what the stage partitions; ConfigError if it does not fit."""
-        size = 1 if self.zero_stage == 0 else self.zero_shard_group_size or dp_size
+        size = self.zero_shard_group_size or dp_size
         require(dp_size % size == 0,
                 f"--zero-shard-group-size {size} does not divide the {dp_size} data parallel ranks")
-        return size
+        return size if self.zero_stage else 1
 
 
 _OFFLOAD_OPTIMIZER, _OFFLOAD_PARAM = "zero_optimization.offload_optimizer.", "zero_optimization.offload_param."
@@ -279,9 +279,9 @@ class RecomputeConfig(ConfigSection):
         for module in self.recompute_modules:
             errors.require(module in RECOMPUTE_MODULES, "{recompute_modules} is {module}: expected of {known}",
                            module=module, known=", ".join(RECOMPUTE_MODULES))
-        for name in ("partition_activations", "cpu_checkpointing", "synchronize_checkpoint_boundary",
-                     "profile_backward"):
-            errors.require(not self.is_selective or not getattr(self, name),
+        for name in ("checkpoint_num_layers", "partition_activations", "cpu_checkpointing", "number_checkpoints",
+                     "synchronize_checkpoint_boundary", "profile_backward"):
+            errors.require(not self.is_selective or getattr(self, name) == getattr(RecomputeConfig, name),
                            f"{{recompute_granularity=}} keeps no inputs of chunks: leave out {{{name}}}")
 
     @property

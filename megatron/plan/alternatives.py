@@ -87,7 +87,7 @@ def all_choices(requested: PlannedRun) -> list[PlanChoice]:
         if (run.tp > 1 or not choice.partition_activations) and (run.device == "cuda" or not choice.cpu_checkpointing):
             given = run.config.recompute
             recompute = replace(choice, recompute_modules=given.recompute_modules,
-                                checkpoint_num_layers=given.checkpoint_num_layers)
+                                checkpoint_num_layers=1 if choice.is_selective else given.checkpoint_num_layers)
             with suppress(ConfigError):
                 changed = replace(run, config=replace(run.config, recompute=recompute))
                 choices.append(PlanChoice(changed, peak_memory(changed).total, _slowdown_percent(changed)))

@@ -1,8 +1,8 @@
 """Selective recomputation (Korthikanti et al., 2022): of each block keep what is expensive, and recompute the rest.
 
-torch's selective checkpointing asks a policy about every operation of a block. Results of matrix products and of
-collectives are kept, and those of `OPERATIONS` unless their module is to be recomputed. Everything else is recomputed:
-dropout, residual additions, rotary positions, and the score matrices of attention without a fused kernel.
+torch's selective checkpointing asks a policy about every operation of a block. Results of matrix products and of sums
+over tensor parallel ranks are kept, and those of `OPERATIONS` unless their module is to be recomputed. All else is
+recomputed: dropout, residual additions, rotary positions, and the score matrices of attention without a fused kernel.
 """
 
 from __future__ import annotations

@@ -252,10 +252,14 @@ class FlatGradients:
         sent, bucket_size = grads.to(self._dtypes.communication or grads.dtype), self._comm.reduce_bucket_size
         # output, [shard_numel] <- this rank's part of the sum over ranks of `sent`, [numel]
         if not self._shard_group.is_solo and self._comm.reduce_scatter:
-            work = reduce_scatter_into(output, sent, self._shard_group, bucket_size, self._dtypes.reduction)
+            # with replicas of the shards, what one of them has is a part of the sum: it is not rounded to 16 bits yet
+            wide = self._dtypes.reduction if on_accelerator(self._device) else torch.float32
+            part = output
+            if not self._replica_group.is_solo and wide != output.dtype:
+                part = torch.empty_like(output, dtype=wide)
+            work = reduce_scatter_into(part, sent, self._shard_group, bucket_size, self._dtypes.reduction)
             if not self._replica_group.is_solo:
-                work = CollectiveWork([work], lambda: all_reduce_into(
-                    output, self._replica_group, "sum", bucket_size, self._dtypes.reduction).wait())
+                work = CollectiveWork([work], lambda: self._sum_replicas(part, output))
         else:
             work = all_reduce_into(sent, self._dp, "sum", bucket_size, self._dtypes.reduction)
             if sent is not grads or not is_in_buffer:
@@ -263,6 +267,12 @@ class FlatGradients:
         self._pending_reduction = PendingReduction(work, output, is_in_buffer, number)
         if not self._comm.overlap_comm:
             self.wait_for_reduction()
+
+    def _sum_replicas(self, part: Tensor, output: Tensor) -> None:
+        """output <- the sum of every replica's `part` of the same shard."""
+        all_reduce_into(part, self._replica_group, "sum", self._comm.reduce_bucket_size, self._dtypes.reduction).wait()
+        if part is not output:
+            output.copy_(part)
 
     def wait_for_reduction(self) -> None:
         """Wait for the reduction, if one is running, and put its result into `shard`."""

@@ -190,9 +190,9 @@ def _assert_equal_values(bucket: FlatBucket, name: str, kind: str, value: Tensor
     """Raise ConfigError, before anything is written, if ranks that must hold equal values got different ones."""
     owners = bucket.dp if is_full else bucket.replica_group  # the ranks that hold these elements
     engine, where = bucket.engine(), f"setting the {kind} of {name}"
-    if engine is not None and owners.is_solo and kind == WEIGHT:
+    if engine is not None and kind == WEIGHT and owners.size < bucket.dp.size:  # all ranks gather it afterwards
         assert_collective_call(engine.log, bucket.dp, where)
-    elif engine is not None and not owners.is_solo and not assert_collective_call(engine.log, owners, where, value):
+    if engine is not None and not owners.is_solo and not assert_collective_call(engine.log, owners, where, value):
         raise ConfigError(f"the {kind} given for {name} is not the same on all data parallel ranks: give every rank "
                           "the same value (broadcast it, or make it from the same seed); nothing was changed")
 
