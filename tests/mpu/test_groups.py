@@ -111,55 +111,40 @@ def test_control_never_waits_for_the_backend_of_tensors(rank: int, world: int) -
     assert full.tolist() == [0.0, 1.0] and x.item() == 2.0
 
 
-def _classic(rank: int, world: int) -> list[int]:
+GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group",
+                   "get_pipeline_model_parallel_group")
+
+
+def _classic(rank: int, world: int, tp: int) -> None:
     for accessor in (mpu.get_model_parallel_rank, mpu.is_pipeline_first_stage):
         with pytest.raises(ParallelError, match="not initialised"):
             accessor()
     assert mpu.is_unitialized()
-    mpu.initialize_model_parallel(2)
+    mpu.initialize_model_parallel(tp)
     with pytest.raises(ParallelError, match="already initialised"):
-        mpu.initialize_model_parallel(2)
+        mpu.initialize_model_parallel(tp)
     assert (mpu.get_pipeline_model_parallel_rank(), mpu.get_pipeline_model_parallel_world_size()) == (0, 1)
     assert mpu.is_pipeline_first_stage(ignore_virtual=True) and mpu.is_pipeline_last_stage()
     assert mpu.get_virtual_pipeline_model_parallel_rank() is None
-    numbers = [
-        mpu.get_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), mpu.get_model_parallel_src_rank(),
-        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_src_rank(),
-        *dist.get_process_group_ranks(mpu.get_pipeline_model_parallel_group())]
-    mpu.destroy_model_parallel()
-    assert not mpu.model_parallel_is_initialized()
-    return numbers
-
-
-def test_classic_accessors() -> None:
-    assert run_ranks(_classic, 4) == [[0, 2, 0, 0, 2, 0, 0], [1, 2, 0, 0, 2, 1, 1], [0, 2, 2, 1, 2, 0, 2],
-                                      [1, 2, 2, 1, 2, 1, 3]]
-    assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50) \
-        == mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4)
-
-
-GROUP_ACCESSORS = ("get_model_parallel_group", "get_tensor_model_parallel_group", "get_data_parallel_group",
-                   "get_pipeline_model_parallel_group")
-LAYOUTS = [(1, 1), (2, 1), (2, 2), pytest.param(4, 2, marks=pytest.mark.slow)]
-
-
-def _used(rank: int, world: int, tp: int) -> list[tuple[list[int], float]]:
-    mpu.initialize_model_parallel(tp)
-    found = []
-    for accessor in GROUP_ACCESSORS:
+    of_tp, of_dp = [*range(rank // tp * tp, (rank // tp + 1) * tp)], [*range(rank % tp, world, tp)]
+    for accessor, ranks in zip(GROUP_ACCESSORS, (of_tp, of_tp, of_dp, [rank]), strict=True):
         group = getattr(mpu, accessor)()
         assert group is getattr(mpu, accessor)() and dist.get_world_size(group) == group.size()
         dist.all_reduce(total := torch.tensor([2.0**rank]), group=group)
-        found.append((dist.get_process_group_ranks(group), total.item()))
-    return found
+        assert dist.get_process_group_ranks(group) == ranks and total.item() == sum(2.0**one for one in ranks)
+    numbers = [
+        mpu.get_model_parallel_rank(), mpu.get_tensor_model_parallel_world_size(), mpu.get_model_parallel_src_rank(),
+        mpu.get_data_parallel_rank(), mpu.get_data_parallel_world_size(), mpu.get_data_parallel_src_rank()]
+    assert numbers == [rank % tp, tp, of_tp[0], rank // tp, world // tp, of_dp[0]]
+    mpu.destroy_model_parallel()
+    assert not mpu.model_parallel_is_initialized()
 
 
-@pytest.mark.parametrize("world, tp", LAYOUTS)
-def test_what_the_accessors_return_is_the_group_of_these_ranks(world: int, tp: int) -> None:
-    for rank, found in enumerate(run_ranks(_used, world, tp)):
-        of_tp = [*range(rank // tp * tp, (rank // tp + 1) * tp)]
-        assert found == [(ranks, sum(2.0**one for one in ranks))
-                         for ranks in (of_tp, of_tp, [*range(rank % tp, world, tp)], [rank])]
+@pytest.mark.parametrize("world, tp", [(1, 1), (2, 1), (2, 2), (4, 2)])
+def test_classic_accessors(world: int, tp: int) -> None:
+    run_ranks(_classic, world, tp)
+    assert mpu.VocabUtility.vocab_range_from_global_vocab_size(100, 1, 4) == (25, 50) \
+        == mpu.VocabUtility.vocab_range_from_per_partition_vocab_size(25, 1, 4)
 
 
 def _made_late(rank: int, world: int) -> list[str]:

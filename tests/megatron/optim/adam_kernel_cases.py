@@ -21,6 +21,7 @@ from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import ALIGNMENT
 from mpu.groups import Groups
 from tests.megatron.counting import Launches
+from tests.megatron.optim.test_rules import segments_of
 from tests.megatron.zero.run import configure_gpt2, master, work
 from tests.wires import accelerator_side
 
@@ -53,12 +54,8 @@ def made(kinds: tuple[torch.dtype, torch.dtype | None], numel: int = sum(LENGTHS
 
 
 def spans_of(flat: Flat, lengths: Sequence[int] = LENGTHS) -> Iterator[UpdateSegment]:
-    start = 0
-    for length in lengths:
-        part = {name: None if value is None else value[start : start + length] for name, value in flat.items()}
-        yield UpdateSegment(0, part["master"], part["grad"], {name: part[name] for name in AdamW.states}, (), 1,
-                            lambda sums: sums, part["narrow"])
-        start += length
+    return segments_of(flat["master"], flat["grad"], {name: flat[name] for name in AdamW.states}, lengths,
+                       flat["narrow"])
 
 
 def scalars(steps: int = STEP, skip: float | None = None) -> StepScalars:

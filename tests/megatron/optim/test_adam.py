@@ -18,6 +18,7 @@ from megatron.optim.rule import StepScalars, UpdateSegment
 from tests.covering import pairs
 from tests.kernels import compiled, interpreted
 from tests.megatron.counting import Launches
+from tests.megatron.optim.test_rules import segments_of
 
 TILE = 256
 LENGTHS = [3 * TILE, 5, 2 * TILE + 37, TILE]
@@ -46,11 +47,7 @@ def grad_of(step: int, kind: torch.dtype) -> Tensor:
 
 def spans_of(flat: Flat, grad: Tensor, narrow: Tensor | None) -> Iterator[UpdateSegment]:
     """Odd lengths: only the first is aligned."""
-    starts = torch.tensor([0, *LENGTHS]).cumsum(0).tolist()
-    for start, stop in zip(starts, starts[1:]):
-        cut = slice(start, stop)
-        yield UpdateSegment(0, flat["master"][cut], grad[cut], {name: flat[name][cut] for name in STATES}, (), 1,
-                            lambda sums: sums, None if narrow is None else narrow[cut])
+    return segments_of(flat["master"], grad, {name: flat[name] for name in STATES}, LENGTHS, narrow)
 
 
 def by_torch(flat: Flat, grad: Tensor, rule: AdamW, at: StepScalars) -> None:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any
 
 import pytest
@@ -25,8 +26,8 @@ from megatron.optim.torch_rule import build_rule, from_torch
 from megatron.zero.layout import ALIGNMENT
 
 SIZE, STEPS, FACTOR = 5 * 3 * ALIGNMENT, 20, 0.25
-CUTS = {"one span": (), "two spans": (2 * ALIGNMENT,),
-        "five spans": (ALIGNMENT, 4 * ALIGNMENT, 9 * ALIGNMENT, 12 * ALIGNMENT)}
+LENGTHS = {"one span": (SIZE,), "two spans": (2 * ALIGNMENT, 13 * ALIGNMENT),
+           "five spans": tuple(part * ALIGNMENT for part in (1, 3, 5, 3, 3))}
 
 
 def weights() -> Tensor:
@@ -44,15 +45,18 @@ def at(steps_taken: int, factor: float = 1.0) -> StepScalars:
     return StepScalars.for_applied_step(factor, steps_taken, torch.device("cpu"))
 
 
-def spans_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], cuts: Sequence[int]) -> Iterator[UpdateSegment]:
-    for start, stop in zip((0, *cuts), (*cuts, len(master)), strict=True):
-        cut = slice(start, stop)
+def segments_of(master: Tensor, grad: Tensor, states: dict[str, Tensor], lengths: Sequence[int],
+                lp_out: Tensor | None = None) -> Iterator[UpdateSegment]:
+    """Consecutive ones of these lengths, each a part of one parameter."""
+    for length, end in zip(lengths, accumulate(lengths), strict=True):
+        cut = slice(end - length, end)
         yield UpdateSegment(0, master[cut], grad[cut], {name: flat[cut] for name, flat in states.items()},
-                            (SlotRange(0, 0, stop - start),), 1, lambda sums: sums, param_names=("weight",))
+                            (SlotRange(0, 0, length),), 1, lambda sums: sums, None if lp_out is None else lp_out[cut],
+                            param_names=("weight",))
 
 
-def flat_run(rule: UpdateRule, hyper: dict[str, Any], cuts: Sequence[int] = (), dtype: torch.dtype = torch.float32,
-             reload_at: int = -1, fresh: Any = None) -> dict[str, Tensor]:
+def flat_run(rule: UpdateRule, hyper: dict[str, Any], lengths: Sequence[int] = (SIZE,),
+             dtype: torch.dtype = torch.float32, reload_at: int = -1, fresh: Any = None) -> dict[str, Tensor]:
     """Twenty steps; states and weights ("") after them. At `reload_at` a fresh rule takes over from JSON."""
     master = weights()
     states = {name: torch.zeros(SIZE) for name in rule.states}
@@ -60,7 +64,7 @@ def flat_run(rule: UpdateRule, hyper: dict[str, Any], cuts: Sequence[int] = (), 
         if step == reload_at:
             saved, rule = json.dumps(rule.scalars()), fresh()
             rule.restore(json.loads(saved))
-        for span in spans_of(master, grad.clone(), states, cuts):
+        for span in segments_of(master, grad.clone(), states, lengths):
             rule.step([span], {**hyper, "lr": lr}, at(step, FACTOR))
     return {"": master, **states}
 
@@ -144,9 +148,9 @@ def made(name: str) -> tuple[Optimizer, dict[str, Any]]:
 def test_spans_tiles_and_a_restart_from_json_change_no_bit_of_a_torch_optimizer() -> None:
     for name in CASES:
         optimizer, hyper = made(name)
-        for cuts in CUTS.values():
-            assert_equal(flat_run(from_torch(optimizer), hyper, cuts), torch_run(*CASES[name]), name)
-        found = flat_run(from_torch(optimizer, tile=ALIGNMENT), hyper, CUTS["two spans"], torch.float16, reload_at=7,
+        for lengths in LENGTHS.values():
+            assert_equal(flat_run(from_torch(optimizer), hyper, lengths), torch_run(*CASES[name]), name)
+        found = flat_run(from_torch(optimizer, tile=ALIGNMENT), hyper, LENGTHS["two spans"], torch.float16, reload_at=7,
                          fresh=lambda: from_torch(optimizer))
         assert_equal(found, torch_run(*CASES[name], torch.float16), name)
 
@@ -181,20 +185,20 @@ def test_the_numbers_of_all_ranks_are_the_union_whatever_an_idle_rank_remembers(
     states = {name: torch.zeros(SIZE) for name in busy.states}
     for step, (grad, _) in enumerate(grads()):
         for rule in (busy, idle) if step < 3 else (busy,):
-            rule.step([next(spans_of(weights(), grad, states, ()))], hyper, at(step))
+            rule.step([*segments_of(weights(), grad, states, [SIZE])], hyper, at(step))
     for union in ({**busy.scalars(), **idle.scalars()}, {**idle.scalars(), **busy.scalars()}):
         fresh = from_torch(optimizer)
         fresh.restore(json.loads(json.dumps(union)))
         for rule in (busy, fresh):
-            rule.step([next(spans_of(weights(), weights(), states, ()))], hyper, at(STEPS))
+            rule.step([*segments_of(weights(), weights(), states, [SIZE])], hyper, at(STEPS))
         assert fresh.scalars()["0/21"] == busy.scalars()["0/21"]
 
 
 def test_a_checkpoint_without_the_numbers_is_refused() -> None:
     optimizer, hyper = made("NAdam")
-    span = next(spans_of(weights(), weights(), {name: torch.zeros(SIZE) for name in ("exp_avg", "exp_avg_sq")}, ()))
+    states = {name: torch.zeros(SIZE) for name in ("exp_avg", "exp_avg_sq")}
     with pytest.raises(CheckpointError, match="step, mu_product of parameter group 0 after 3 steps is not known"):
-        from_torch(optimizer).step([span], hyper, at(3))
+        from_torch(optimizer).step([*segments_of(weights(), weights(), states, [SIZE])], hyper, at(3))
 
 
 def test_adamw_is_our_own_where_it_can_be() -> None:
@@ -266,8 +270,8 @@ def test_lion_is_the_published_loop_however_it_is_cut() -> None:
     for name, value in slow_lion(0.9, 0.99, 0.1).items():
         # fp32 against fp64: 20 roundings of weights up to 4.
         torch.testing.assert_close(found[name].double(), value, atol=5e-6, rtol=0)
-    for cuts in CUTS.values():
-        assert_equal(flat_run(Lion(tile=ALIGNMENT), hyper, cuts), found)
+    for lengths in LENGTHS.values():
+        assert_equal(flat_run(Lion(tile=ALIGNMENT), hyper, lengths), found)
 
 
 LAMB = {"betas": (0.9, 0.999), "eps": 1e-6, "weight_decay": 0.1, "max_coeff": 10.0, "min_coeff": 0.01,

@@ -22,9 +22,9 @@ WIDTH = 6
 class Block(nn.Module):
     """x + f(x)."""
 
-    def __init__(self) -> None:
+    def __init__(self, hidden: int = 7) -> None:
         super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, 7), nn.Linear(7, WIDTH)
+        self.wide, self.narrow = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         return x + self.narrow(self.wide(x).tanh())
@@ -74,7 +74,7 @@ class OddSizes(Net):
 
 
 class ThreeElements(nn.Module):
-    """Fewer elements than ranks."""
+    """Nothing to cut: the root has everything, which are fewer elements than a shard has."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -82,32 +82,6 @@ class ThreeElements(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return (x[:, :3] * self.weight - 1).square().mean()
-
-
-class NoList(nn.Module):
-    """Nothing to cut: the root has everything."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.layers = nn.Sequential(Block(), nn.Tanh(), Block())
-
-    def forward(self, x: Tensor) -> Tensor:
-        return self.layers(x).square().mean()
-
-
-class AllInBlocks(nn.Module):
-    """Nothing is left for the root."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        torch.manual_seed(5)
-        self.blocks = nn.ModuleList(Block() for _ in range(3))
-
-    def forward(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            x = block(x)
-        return (x - 1).square().mean()
 
 
 class Ending(nn.Module):
@@ -122,7 +96,8 @@ class Ending(nn.Module):
 
 
 class EndsInABlock(nn.Module):
-    """Returns what its last block returns, and that what its last layer returns: one tensor is the output of all."""
+    """Nothing is left for the root. Returns what its last block returns, and that what its last layer returns: one
+    tensor is the output of all."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -144,24 +119,6 @@ class RootEndsInABlock(EndsInABlock):
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(self.first(x))
-
-
-class Slices(Net):
-    """A block returns a view of its parameter, as position embeddings do."""
-
-    class Element(Block):
-        def __init__(self) -> None:
-            super().__init__()
-            self.table = nn.Parameter(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH))
-
-        def forward(self, x: Tensor) -> Any:
-            return self.table[:1], super().forward(x)
-
-    def middle(self, x: Tensor) -> Tensor:
-        for block in self.blocks:
-            shift, x = block(x)
-            x = x + shift.tanh()
-        return x
 
 
 class Passes(Net):
@@ -198,17 +155,23 @@ class Record:
 
 
 class Dicts(Net):
-    """A block returns a dict, with an object of its own inside."""
+    """A block returns a dict, with an object of its own inside, and with a view of its parameter, as position
+    embeddings do."""
 
     class Element(Block):
+        def __init__(self) -> None:
+            super().__init__()
+            self.table = nn.Parameter(torch.linspace(-1, 1, 3 * WIDTH).view(3, WIDTH))
+
         def forward(self, x: Any) -> Any:
-            return {"record": Record(super().forward(x["record"].x)), "deep": [x["record"].x], "none": None}
+            found = super().forward(x["record"].x + x["shift"].tanh())
+            return {"record": Record(found), "deep": [x["record"].x], "none": None, "shift": self.table[:1]}
 
     def middle(self, x: Tensor) -> Tensor:
-        state: Any = {"record": Record(x)}
+        state: Any = {"record": Record(x), "shift": torch.zeros(1)}
         for block in self.blocks:
             state = block(state)
-        return state["record"].x + state["deep"][0]  # type: ignore[no-any-return]
+        return state["record"].x + state["deep"][0] + state["shift"]  # type: ignore[no-any-return]
 
 
 class LayerDrop(Net):
@@ -240,8 +203,8 @@ class Frozen(Net):
             part.requires_grad_(False)
 
 
-class Buffers(Net):
-    """Running statistics, used where rows are not mixed."""
+class InPlace(Net):
+    """Blocks have buffers, and what they return is overwritten."""
 
     class Element(Block):
         def __init__(self) -> None:
@@ -251,10 +214,6 @@ class Buffers(Net):
 
         def forward(self, x: Tensor) -> Tensor:
             return super().forward(x + self.offset)
-
-
-class InPlace(Net):
-    """What blocks return is overwritten."""
 
     def middle(self, x: Tensor) -> Tensor:
         for block in self.blocks:
@@ -285,13 +244,11 @@ class Words(nn.Module):
 # ---- a weight that is used more than once, or elsewhere than in the forward of its block -----------------------------
 
 
-class TiedBlocks(Net):
+class Tied(Net):
+    """Two blocks share a weight, and another shares one with the root."""
+
     def change(self) -> None:
         self.blocks[2].wide.weight = self.blocks[0].wide.weight  # type: ignore[union-attr]
-
-
-class TiedToRoot(Net):
-    def change(self) -> None:
         self.table = nn.Linear(WIDTH, 7)
         self.blocks[1].wide.weight = self.table.weight  # type: ignore[union-attr]
 
@@ -307,17 +264,13 @@ class RootReadsBlock(Net):
 
 
 class BlockTwice(Net):
-    def middle(self, x: Tensor) -> Tensor:
-        return super().middle(self.blocks[1](super().middle(x)))
-
-
-class Teacher(Net):
-    """A block used without gradients, between uses with them."""
+    """Blocks are used more than once, and without gradients between uses with them."""
 
     def middle(self, x: Tensor) -> Tensor:
+        x = super().middle(x)
         with torch.no_grad():
             aim = self.blocks[2](self.blocks[0](x))
-        return super().middle(x) + aim
+        return super().middle(self.blocks[1](x)) + aim
 
 
 class Experts(Net):

@@ -24,7 +24,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.layout import FlatLayout, Segment
 from megatron.zero.offload.storage import WEIGHT
-from mpu.groups import Groups
+from mpu.groups import Groups, build as build_groups
 from mpu.partition import join_local_slices, partition_of
 
 CLIP, DECAY = 0.5, 0.1
@@ -47,8 +47,14 @@ def configure_gpt2(**settings: Any) -> Config:
                         "hidden_dropout": 0.0, **settings})
 
 
+def built(config: Config, grid: Groups | None = None) -> Engine:
+    """The trainer's engine around its GPT-2."""
+    grid = grid or build_groups(config.parallel.model_parallel_size)
+    return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
+
+
 def gpt2_engine(config: Config, grid: Groups) -> ZeroEngine:
-    return build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+    return built(config, grid).core
 
 
 def engine_around(module: nn.Module, config: Config, grid: Groups, accumulation: int = 1,
@@ -150,6 +156,12 @@ def assemble(runs: Sequence[Run]) -> dict[str, Tensor]:
         place.copy_(values)
     assert not any(tensor.isnan().any() for tensor in flat.values()), "an element is nowhere"
     return {name: flat[name].view(shape) for name, shape, _, _ in runs}
+
+
+def join_runs(by_rank: Sequence[list[Run]], tp: int, model: nn.Module) -> dict[str, Tensor]:
+    """The logical weights, from what all ranks hold."""
+    pieces = [assemble([run for runs in by_rank[rank::tp] for run in runs]) for rank in range(tp)]
+    return join_tensor_parallel(pieces, model) if tp > 1 else pieces[0]
 
 
 def join_tensor_parallel(pieces: list[dict[str, Tensor]], model: nn.Module) -> dict[str, Tensor]:

@@ -31,12 +31,13 @@ class Model(nn.Module):
 
 
 def engine_of(stage: int, model: nn.Module | None = None, accumulation: int = 1, precision: str = "fp32",
-              lr: float = 0.1, keys: dict[str, Any] | None = None, **section: Any) -> Engine:
-    """`keys`: of the configuration; `section`: of its zero_optimization."""
-    return zero.initialize(model=model or Model(), config={
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation,
+              lr: float = 0.1, keys: dict[str, Any] | None = None, given: dict[str, Any] | None = None,
+              **section: Any) -> Engine:
+    """`keys`: of the configuration; `section`: of its zero_optimization; `given`: to `zero.initialize`."""
+    optimizer = {} if "optimizer" in (given or {}) else {"optimizer": {"type": "SGD", "params": {"lr": lr}}}
+    return zero.initialize(model=model or Model(), **(given or {}), config={
+        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, **optimizer,
         **({precision: {"enabled": True}} if precision != "fp32" else {}),
-        "optimizer": {"type": "SGD", "params": {"lr": lr}},
         **(keys or {}), "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
 
 
@@ -44,7 +45,24 @@ def rows(rank: int, number: int) -> Tensor:
     return torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(10 * rank + number))
 
 
+def backward(engine: Engine, *numbers: int, rank: int = 0) -> None:
+    for number in numbers:
+        engine.backward(engine(rows(rank, number).to(engine.working_dtype)))
+
+
+def train(engine: Engine, *numbers: int, rank: int = 0) -> None:
+    """A backward of each batch and a step after it."""
+    for number in numbers:
+        backward(engine, number, rank=rank)
+        engine.step()
+
+
+def gathered(module: nn.Module) -> list[Tensor]:
+    """Copies of all weights."""
+    with zero.GatheredParameters(module.parameters()):
+        return [p.detach().clone() for p in module.parameters()]
+
+
 def whole(engine: Engine) -> Tensor:
     """All weights, one behind the other."""
-    with zero.GatheredParameters(engine.module.parameters()):
-        return torch.cat([p.detach().flatten() for p in engine.module.parameters()])
+    return torch.cat([weight.flatten() for weight in gathered(engine.module)])

@@ -17,6 +17,7 @@ from megatron import zero
 from megatron.errors import CheckpointError, ConfigError, StorageError
 from megatron.zero.api.engine import Engine
 from tests.distributed import on_ranks, run_ranks
+from tests.megatron.zero.small import gathered
 
 WIDTH, ROWS = 12, 8
 CONFIG = {"train_micro_batch_size_per_gpu": ROWS // 2, "gradient_accumulation_steps": 1, "gradient_clipping": 0.5,
@@ -76,18 +77,13 @@ def plain_training(count: int) -> list[torch.Tensor]:
     return [p.detach() for p in model.parameters()]
 
 
-def weights_of(engine: Engine) -> list[torch.Tensor]:
-    with zero.GatheredParameters(engine.module.parameters()):
-        return [p.detach().clone() for p in engine.module.parameters()]
-
-
 def train(engine: Engine, count: int, start: int = 0) -> list[torch.Tensor]:
     rank, size = engine.groups.dp.rank, engine.groups.dp.size
     for batch in batches(start + count)[start:]:
         for part in batch.view(engine.gradient_accumulation_steps(), size, -1, 4)[:, rank]:
             engine.backward(engine(part))
             engine.step()
-    return weights_of(engine)
+    return gathered(engine.module)
 
 
 @on_ranks(2)
@@ -220,10 +216,10 @@ def test_what_does_not_fit_is_refused_before_anything_changes(what: str, tmp_pat
     zero.initialize(model=saved, config=config())[0].save_checkpoint(tmp_path)
     lion = {"optimizer": {"type": "Lion", "params": {"lr": 1e-3}}} if what == "another optimizer" else {}
     engine = zero.initialize(model=model, config=config(**lion))[0]
-    before = weights_of(engine)
+    before = gathered(engine.module)
     with pytest.raises(CheckpointError, match=told):
         engine.load_checkpoint(tmp_path)
-    assert all(map(torch.equal, weights_of(engine), before)) and engine.global_steps == 0
+    assert all(map(torch.equal, gathered(engine.module), before)) and engine.global_steps == 0
     if options:
         engine.load_checkpoint(tmp_path, **options)
 

@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
-from pathlib import Path
-from typing import Any
+from itertools import product
 
 import pytest
 import torch
@@ -14,11 +12,10 @@ from torch.utils.checkpoint import checkpoint
 
 from megatron import zero
 from megatron.errors import ConfigError
-from megatron.zero.api import checkpoint_io
 from megatron.zero.api.engine import Engine
 from tests.covering import pairs
 from tests.distributed import on_ranks, run_ranks
-from tests.megatron.zero.small import STAGES, WIDTH, Model, engine_of, rows, whole
+from tests.megatron.zero.small import STAGES, WIDTH, Model, backward, engine_of, rows, train, whole
 from tests.wires import accelerator_side
 
 
@@ -26,17 +23,16 @@ from tests.wires import accelerator_side
 
 
 def one_by_one(engine: Engine, rank: int) -> None:
-    for number in range(3):
-        engine.backward(engine(rows(rank, number)))
+    backward(engine, 0, 1, 2, rank=rank)
+    engine(rows(rank, 9))  # a forward without its backward changes nothing
 
 
 def first_unsummed(engine: Engine, rank: int) -> None:
     """The second backward sums over the ranks what the first left on them, the third only its own."""
     engine.set_gradient_accumulation_boundary(False)
-    engine.backward(engine(rows(rank, 0)))
+    backward(engine, 0, rank=rank)
     engine.set_gradient_accumulation_boundary(True)
-    for number in (1, 2):
-        engine.backward(engine(rows(rank, number)))
+    backward(engine, 1, 2, rank=rank)
 
 
 def first_without_sync(engine: Engine, rank: int) -> None:
@@ -47,15 +43,14 @@ def first_without_sync(engine: Engine, rank: int) -> None:
     with engine.no_sync():
         with engine.no_sync():
             pass  # the outer block goes on
-        engine.backward(engine(rows(rank, 0)))
-    for number in (1, 2):
-        engine.backward(engine(rows(rank, number)))
+        backward(engine, 0, rank=rank)
+    backward(engine, 1, 2, rank=rank)
 
 
 def in_the_middle_unsummed(engine: Engine, rank: int) -> None:
     for number in range(3):
         engine.set_gradient_accumulation_boundary(number != 1)
-        engine.backward(engine(rows(rank, number)))
+        backward(engine, number, rank=rank)
 
 
 ORDERS = (one_by_one, first_unsummed, first_without_sync, in_the_middle_unsummed)
@@ -131,8 +126,7 @@ def test_a_forward_without_its_backward_changes_no_order(rank: int, world: int) 
         failed.register_hook(_no_room)
         with pytest.raises(RuntimeError, match="no room"):
             engine.backward(failed)
-        engine.backward(engine(rows(rank, number)))
-        engine.step()
+        train(engine, number, rank=rank)
 
 
 # ---- steps where none can be taken ---------------------------------------------------------------------------------
@@ -140,19 +134,18 @@ def test_a_forward_without_its_backward_changes_no_order(rank: int, world: int) 
 
 def step_in_no_sync(engine: Engine) -> None:
     with engine.no_sync():
-        engine.backward(engine(rows(0, 0)))
-        engine.step()
+        train(engine, 0)
 
 
 def step_after_no_sync(engine: Engine) -> None:
     with engine.no_sync():
-        engine.backward(engine(rows(0, 0)))
+        backward(engine, 0)
     step_without_backward(engine)
 
 
 def step_with_a_rest(engine: Engine) -> None:
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(rows(0, 0)))
+    backward(engine, 0)
     step_after_no_sync(engine)
 
 
@@ -210,17 +203,13 @@ def test_a_refused_or_interrupted_backward_leaves_nothing_behind(stage: int, acc
     plain, engine = engine_of(stage, Interrupted(), accumulation), engine_of(stage, Interrupted(), accumulation)
     with pytest.raises(ConfigError, match="call engine.backward"):
         engine(rows(0, 7)).backward()
-    if accumulation > 1:
-        engine.backward(engine(rows(0, 8)))
-        engine.step()
+    train(engine, *range(8, 7 + accumulation))
     engine.module.armed = True
     with pytest.raises(KeyboardInterrupt):
-        engine.backward(engine(rows(0, 9)))
+        backward(engine, 9)
     engine.module.armed = False
-    for number in range(2 * accumulation):
-        for each in (plain, engine):
-            each.backward(each(rows(0, number)))
-            each.step()
+    for each in (plain, engine):
+        train(each, *range(2 * accumulation))
     assert torch.equal(whole(engine), whole(plain)) and engine.global_steps == 2
 
 
@@ -230,43 +219,10 @@ def test_ranks_do_not_go_on_from_an_interrupted_backward(rank: int, world: int) 
         engine = engine_of(stage, Interrupted())
         engine.module.armed = True
         with pytest.raises(KeyboardInterrupt):
-            engine.backward(engine(rows(rank, 0)))
+            backward(engine, 0, rank=rank)
         for go_on in (engine.step, lambda: engine.backward(torch.ones((), requires_grad=True))):
             with pytest.raises(ConfigError, match="an earlier backward or step was interrupted"):
                 go_on()
-
-
-class Break:
-    """In place of a function: the second call of it raises."""
-
-    def __init__(self, function: Callable[..., Any], error: type[BaseException]) -> None:
-        self._function, self._error, self._calls = function, error, 0
-
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
-        self._calls += 1
-        if self._calls == 2:
-            raise self._error
-        return self._function(*args, **kwargs)
-
-
-@pytest.mark.parametrize("stage, error", [(0, MemoryError), (3, KeyboardInterrupt)])
-def test_nothing_goes_on_from_a_load_that_ended_half_way(stage: int, error: type[BaseException], tmp_path: Path,
-                                                         monkeypatch: pytest.MonkeyPatch) -> None:
-    engine = engine_of(stage)
-    engine.save_checkpoint(tmp_path)
-    before = whole(engine)
-    engine.backward(engine(rows(0, 0)))
-    with monkeypatch.context() as patch, pytest.raises(error):
-        patch.setattr(checkpoint_io, "_read_segment", Break(checkpoint_io._read_segment, error))
-        engine.load_checkpoint(tmp_path)
-    loss = engine(rows(0, 0))
-    for go_on in (lambda: engine.backward(loss), engine.step, lambda: engine.save_checkpoint(tmp_path)):
-        with pytest.raises(ConfigError, match="an earlier load ended half way"):
-            go_on()
-    engine.load_checkpoint(tmp_path)
-    assert torch.equal(whole(engine), before)
-    engine.backward(engine(rows(0, 0)))
-    assert engine.step() is not None
 
 
 # ---- parameters without a gradient ---------------------------------------------------------------------------------
@@ -285,33 +241,23 @@ class UsedOnRank0(Model):
         return loss + 0.01 * extra if self.rank == 0 else loss
 
 
-def strict_steps(rank: int, world: int) -> dict[tuple[str, int], str]:
-    """(model, stage) -> the error of a step in which parameters get no gradient; "" where all do."""
-    found = {}
-    for stage in STAGES:
-        models = {"used": Model(), "unused": Model(unused=True), "on rank 0": UsedOnRank0(rank)}
-        if stage == 3:  # where a model cannot use parameters of a block outside of it
-            del models["on rank 0"]
-        for name, model in models.items():
-            engine = engine_of(stage, model, accumulation=2, ignore_unused_parameters=False)
-            try:
-                for number in range(4):
-                    engine.backward(engine(rows(rank, number)))
-                    engine.step()
-                found[name, stage] = ""
-            except ConfigError as error:
-                found[name, stage] = str(error)
-    return found
+def strict_steps(rank: int, world: int) -> None:
+    """Steps with models whose parameters all get a gradient, or two get none, or none on rank 1."""
+    for stage, uses in product(STAGES, ("used", "unused", "on rank 0")):
+        if stage == 3 and uses == "on rank 0":  # there a model cannot use parameters of a block outside of it
+            continue
+        model = UsedOnRank0(rank) if uses == "on rank 0" else Model(unused=uses == "unused")
+        engine = engine_of(stage, model, accumulation=2, ignore_unused_parameters=False)
+        told = "^2 parameters got no gradient, blocks.1.extra.weight first"
+        is_unused = uses == "unused" or uses == "on rank 0" and world == 2
+        with pytest.raises(ConfigError, match=told) if is_unused else nullcontext() as caught:
+            train(engine, *range(4), rank=rank)
+        assert caught is None or ("on rank 1, not on all" in str(caught.value)) == (uses == "on rank 0")
 
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_unused_parameters_are_counted_once_and_used_ones_never(world: int) -> None:
-    first, *others = run_ranks(strict_steps, world)
-    assert all(other == first for other in others)
-    for (model, _), said in first.items():
-        is_unused = model == "unused" or model == "on rank 0" and world == 2
-        assert said.startswith("2 parameters got no gradient, blocks.1.extra.weight first") == is_unused
-        assert bool(said) == is_unused and ("on rank 1, not on all" in said) == (is_unused and model == "on rank 0")
+    run_ranks(strict_steps, world)
 
 
 @on_ranks(2)
@@ -327,9 +273,9 @@ def test_a_backward_that_failed_on_one_rank_ends_all_of_them(rank: int, world: i
                     loss.register_hook(_no_room)
                     with pytest.raises(RuntimeError, match="no room"):
                         engine.backward(loss)
-                    continue
-                engine.backward(loss)
-                engine.step()
+                else:
+                    engine.backward(loss)
+                    engine.step()
 
         with nullcontext() if everywhere else pytest.raises(ConfigError, match="a backward failed on some ranks only"):
             go_on()

@@ -293,6 +293,3 @@ def test_weights_are_copied_where_the_rule_has_not_written_them(groups: list[int
     for bucket, old in zip(engine.buckets, before, strict=True):
         assert torch.equal(bucket.device_param_shard,
                            master(bucket).bfloat16()) and not torch.equal(master(bucket), old)
-
-
-# ---- a step that the host learns of later ------------------------------------------------------------------------

@@ -27,8 +27,10 @@ from megatron.zero.utils import (safe_get_full_fp32_param, safe_get_local_fp32_p
 from mpu.groups import build
 from tests.distributed import on_ranks
 from tests.megatron.inference.gpt2s import theirs as hugging_face
+from tests.megatron.zero.models import WIDTH
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine
-from tests.megatron.zero.small import Model, rows, whole
+from tests.megatron.zero import small
+from tests.megatron.zero.small import Model, backward, rows, train, whole
 from tests.megatron.zero.test_watch import (ALL, SAME, ends_of, engine_of as watched_engine, one_error,
                                             rows as watched_rows, train as train_watched)
 from tests.wires import accelerator_side
@@ -37,16 +39,8 @@ from tests.wires import accelerator_side
 def engine_of(stage: int, accumulation: int = 1, lr: Any = 0.1) -> Engine:
     model = Model()
     groups = [{"params": model.blocks.parameters()}, {"params": model.head.parameters(), "weight_decay": 0.5}]
-    return zero.initialize(model=model, optimizer=torch.optim.AdamW(groups, lr=lr), config={
-        "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": accumulation, "zero_optimization": {
-            "stage": stage, "stage3_param_persistence_threshold": 0,
-            "stage3_gather_16bit_weights_on_model_save": True}})[0]
-
-
-def trained(engine: Engine, rank: int, steps: int = 1) -> None:
-    for number in range(steps):
-        engine.backward(engine(rows(rank, number)))
-        engine.step()
+    return small.engine_of(stage, model, accumulation, given={"optimizer": torch.optim.AdamW(groups, lr=lr)},
+                           stage3_gather_16bit_weights_on_model_save=True)
 
 
 def said(action: Callable[[], Any]) -> str:
@@ -93,7 +87,7 @@ def test_a_step_with_another_hyper_parameter_on_one_rank_changes_no_weight(rank:
         param_groups = engine.optimizer.param_groups
         for group in param_groups if what == "in place" else ():
             group["betas"] = [0.9, 0.999]
-        trained(engine, rank, 2)
+        train(engine, 0, 1, rank=rank)
         engine.finish_step()
         kept = [{**group, "betas": type(group["betas"])(group["betas"])} for group in param_groups]
 
@@ -105,7 +99,7 @@ def test_a_step_with_another_hyper_parameter_on_one_rank_changes_no_weight(rank:
         before, (change, told) = whole(engine), CHANGES[what]
         if rank == 2:
             change(engine)
-        engine.backward(engine(rows(rank, 2)))
+        backward(engine, 2, rank=rank)
         with pytest.raises(ConfigError, match=re.escape(told.format(others="ranks 0-1", last="rank 2"))) as caught:
             engine.step()
             restore()  # after the step, before the host knows of it
@@ -114,7 +108,7 @@ def test_a_step_with_another_hyper_parameter_on_one_rank_changes_no_weight(rank:
         assert torch.equal(whole(engine), before)
         restore()
         if side:  # the gradients of a step that was given are spent
-            engine.backward(engine(rows(rank, 2)))
+            backward(engine, 2, rank=rank)
         report = engine.step()
         assert report is not None and report.applied and not torch.equal(whole(engine), before)
 
@@ -126,8 +120,7 @@ def boundary_by_hand(engine: Engine, rank: int) -> None:
     """Rank 1 has a micro-batch less."""
     for number in range(2 - rank):
         engine.set_gradient_accumulation_boundary(number == 1 - rank)
-        engine.backward(engine(rows(rank, number)))
-        engine.step()
+        train(engine, number, rank=rank)
 
 
 def undivided(engine: Engine, rank: int) -> None:
@@ -137,21 +130,17 @@ def undivided(engine: Engine, rank: int) -> None:
 
 
 def forgets(engine: Engine, rank: int) -> None:
-    engine.backward(engine(rows(rank, 0)))
-    engine.step()
+    train(engine, 0, rank=rank)
     if rank == 1:
         engine.zero_grad()
-    engine.backward(engine(rows(rank, 1)))
-    engine.step()
+    train(engine, 1, rank=rank)
 
 
 def one_backward_more(engine: Engine, rank: int) -> None:
     with engine.no_sync():
-        for number in range(1 + rank):
-            engine.backward(engine(rows(rank, number)))
+        backward(engine, *range(1 + rank), rank=rank)
     engine.set_gradient_accumulation_boundary(True)
-    engine.backward(engine(rows(rank, 2)))
-    engine.step()
+    train(engine, 2, rank=rank)
 
 
 SUMS = {"a boundary by hand": (boundary_by_hand, "2 x 1/2 on rank 0, 1 x 1/2 on rank 1"),
@@ -164,7 +153,7 @@ SUMS = {"a boundary by hand": (boundary_by_hand, "2 x 1/2 on rank 0, 1 x 1/2 on 
 def test_a_step_of_another_sum_of_losses_on_one_rank_changes_no_weight(rank: int, world: int) -> None:
     for stage, (sums, told) in zip((0, 3, 1, 1), SUMS.values(), strict=True):
         engine = engine_of(stage, 2)
-        trained(engine, rank, 2)
+        train(engine, 0, 1, rank=rank)
         before = whole(engine)
         with pytest.raises(ConfigError, match=f"the step's sum of losses is {told}"):
             sums(engine, rank)
@@ -182,13 +171,13 @@ def test_other_extra_scalars_on_one_rank_add_nothing_or_are_refused(rank: int, w
         engine = engine_of(stage)
         for given, summed in (([[1.0, 2.0], []], [(1.0, 2.0), ()]), ([[], [3.0]], [(), (3.0,)]),
                               ([8 * [1.0], [torch.tensor(2.0), 4]], [(3.0, 5.0, *(6 * [1.0])), (3.0, 5.0)])):
-            engine.backward(engine(rows(rank, 0)))
+            backward(engine, 0, rank=rank)
             report = engine.step(extra_scalars=given[rank])
             assert report is not None and report.applied and report.extra_scalars == summed[rank]
         before = whole(engine)
         for wrong, told in ((9 * [1.0], r"has 9 numbers: give at most 8 \(so on rank 1, not on all\)"),
                             ([torch.ones(2)], r"a tensor of shape \[2\]: give numbers")):
-            engine.backward(engine(rows(rank, 1)))
+            backward(engine, 1, rank=rank)
             with pytest.raises(ConfigError, match=told):
                 engine.step(extra_scalars=wrong if rank == 1 else [1.0])
                 engine.finish_step()
@@ -200,33 +189,22 @@ def test_other_extra_scalars_on_one_rank_add_nothing_or_are_refused(rank: int, w
 
 Call = Callable[[Engine, int, Path], Any]
 CALLS: dict[str, tuple[Call, str]] = {
-    "load: module only": (lambda e, r, f: e.load_checkpoint(f, load_module_only=r == 1), "load_module_only is false"),
-    "load: optimizer": (lambda e, r, f: e.load_checkpoint(f, load_optimizer_states=r == 0),
-                        "load_optimizer_states is true on rank 0, false on rank 1"),
-    "load: scheduler": (lambda e, r, f: e.load_checkpoint(f, load_lr_scheduler_states=r == 0),
-                        "load_lr_scheduler_states is true on rank 0, false on rank 1"),
-    "load: strict": (lambda e, r, f: e.load_checkpoint(f, load_module_strict=r == 0), "load_module_strict is true"),
     "load: tag": (lambda e, r, f: e.load_checkpoint(f, tag=None if r else "a"), "tag is a on rank 0, null on rank 1"),
     "restore": (lambda e, r, f: e.restore(open_checkpoint(f, "a", world=e.groups.world), LoadOptions(rng=r == 0)),
                 "rng is true on rank 0, false on rank 1"),
     "save: tag": (lambda e, r, f: e.save_checkpoint(f, tag=r), "tag is 0 on rank 0, 1 on rank 1"),
-    "save: background": (lambda e, r, f: e.save_checkpoint(f, tag="b", in_background=r == 1), "in_background is false"),
-    "save: latest": (lambda e, r, f: e.save_checkpoint(f, tag="b", save_latest=r == 0), "save_latest is true"),
-    "save: frozen": (lambda e, r, f: e.save_checkpoint(f, tag="b", exclude_frozen_parameters=r == 1),
-                     "exclude_frozen_parameters is false on rank 0, true on rank 1"),
-    "save: optimizer": (lambda e, r, f: e.save_checkpoint(f, tag="b", save_optimizer_states=r == 1),
-                        "save_optimizer_states is false on rank 0, true on rank 1"),
     "save: client": (lambda e, r, f: e.save_checkpoint(f, tag="b", client_state={"module": 1} if r else {}),
                      "client_state: module is the engine's own"),
-    "16bit": (lambda e, r, f: e.save_16bit_model(f, "w.bin", exclude_frozen_parameters=r == 1),
-              "exclude_frozen_parameters is false on rank 0, true on rank 1"),
     "16bit: name": (lambda e, r, f: e.save_16bit_model(f, f"w{r}.bin"), "save_filename is w0.bin on rank 0, w1.bin"),
-    "state dict": (lambda e, r, f: e.load_module_state_dict({}, strict=r == 0), "strict is true on rank 0"),
-    "state dict out": (lambda e, r, f: e.module_state_dict(exclude_frozen_parameters=r == 1),
-                       "exclude_frozen_parameters is false on rank 0, true on rank 1"),
     "offload": (lambda e, r, f: e.offload_states(["optim_states"] if r else None), "include is "),
     "offload: wrong": (lambda e, r, f: e.offload_states(["none"] if r else None), "unknown state 'none'"),
 }
+SWITCHES = {
+    "load_checkpoint": ("load_module_only", "load_optimizer_states", "load_lr_scheduler_states", "load_module_strict"),
+    "save_checkpoint": ("in_background", "save_latest", "exclude_frozen_parameters", "save_optimizer_states"),
+    "save_16bit_model": ("exclude_frozen_parameters",), "load_module_state_dict": ("strict",),
+    "module_state_dict": ("exclude_frozen_parameters",)}
+"""Method -> arguments that are true on rank 0 and false on rank 1."""
 
 
 @pytest.mark.parametrize("stage", [0, 3])
@@ -234,15 +212,19 @@ CALLS: dict[str, tuple[Call, str]] = {
 def test_a_call_with_another_argument_on_one_rank_is_refused_and_changes_nothing(rank: int, world: int, stage: int,
                                                                                  tmp_path: Path) -> None:
     engine = engine_of(stage)
-    trained(engine, rank)
+    train(engine, 0, rank=rank)
     engine.save_checkpoint(tmp_path, tag="a")
     before, files, sizes = whole(engine), sorted(tmp_path.rglob("*")), engine.get_batch_info()
     for what, (call, told) in CALLS.items():
-        if what != "state dict out" or stage == 3:  # where it is gathered
-            assert told in said(lambda: call(engine, rank, tmp_path)), what
+        assert told in said(lambda: call(engine, rank, tmp_path)), what
+    first: dict[str, list[Any]] = {"load_module_state_dict": [{}], "module_state_dict": []}
+    for method in SWITCHES if stage == 3 else [*SWITCHES][:-1]:  # the last gathers at stage 3
+        for switch in SWITCHES[method]:
+            told = said(lambda: getattr(engine, method)(*first.get(method, [tmp_path]), **{switch: rank == 0}))
+            assert f"{switch} is true on rank 0, false on rank 1" in told, method
     assert sorted(tmp_path.rglob("*")) == files and torch.equal(whole(engine), before)
     assert engine.get_batch_info() == sizes
-    trained(engine, rank)
+    train(engine, 0, rank=rank)
     assert engine.load_checkpoint(tmp_path)[0] is not None
     engine.destroy()
 
@@ -259,15 +241,15 @@ SIZES: list[tuple[Callable[[Engine, int], None], str]] = [
 def test_a_batch_size_that_one_rank_sets_is_refused_by_its_next_step(rank: int, world: int) -> None:
     for stage, (change, told) in zip((1, 3), SIZES, strict=True):
         engine = engine_of(stage)
-        trained(engine, rank)
+        train(engine, 0, rank=rank)
         before = whole(engine)
         change(engine, rank)
         with pytest.raises(ConfigError, match=told):
-            trained(engine, rank, engine.gradient_accumulation_steps())
+            train(engine, *range(engine.gradient_accumulation_steps()), rank=rank)
         assert torch.equal(whole(engine), before)
     engine.zero_grad()
     engine.set_train_micro_batch_size(2)
-    trained(engine, rank)
+    train(engine, 0, rank=rank)
     assert not torch.equal(whole(engine), before)
 
 
@@ -379,7 +361,7 @@ def gathers(engine: Engine) -> float:
 
 ALONE: dict[str, tuple[Callable[[Engine], Any], str]] = {
     "masters": (lambda engine: safe_get_full_fp32_param(weight_of(engine)), f"reading the weight of {NAME}"),
-    "set weights": (lambda engine: safe_set_full_fp32_param(weight_of(engine), torch.ones(16, 8)),
+    "set weights": (lambda engine: safe_set_full_fp32_param(weight_of(engine), torch.ones(16, WIDTH)),
                     f"setting the weight of {NAME}"),
     "a loan": (gathers, f"GatheredParameters of parameter '{NAME}'"),
     "load weights": (lambda engine: engine.load_module_state_dict({}), "a load"),
@@ -417,7 +399,8 @@ def test_values_that_differ_are_refused_where_ranks_hold_the_same(rank: int, wor
     run = safe_get_local_fp32_param(weight)
     assert run is not None
     engine.backward(engine(watched_rows(), ALL))
-    for setter, size, kind in ((safe_set_full_fp32_param, (16, 8), "weight"), (safe_set_full_grad, (16, 8), "gradient"),
+    whole = (16, WIDTH)
+    for setter, size, kind in ((safe_set_full_fp32_param, whole, "weight"), (safe_set_full_grad, whole, "gradient"),
                                (safe_set_local_grad, run.shape, "gradient"),
                                (safe_set_local_fp32_param, run.shape, "weight")):
         told = f"the {kind} given for {NAME} is not the same on all data parallel ranks"
@@ -437,7 +420,8 @@ def edits(engine: Engine) -> None:
 
 
 NEW_WEIGHTS: dict[str, Callable[[Engine, str], Any]] = {
-    "a setter": lambda engine, folder: safe_set_full_fp32_param(weight_of(engine), torch.ones(16, 8)),
+    "a step": lambda engine, folder: train_watched(engine),
+    "a setter": lambda engine, folder: safe_set_full_fp32_param(weight_of(engine), torch.ones(16, WIDTH)),
     "a loan": lambda engine, folder: edits(engine),
     "a state dict": lambda engine, folder: engine.load_module_state_dict(
         {name: torch.ones_like(value) for name, value in watched_engine(SAME, 0).module.state_dict().items()}),

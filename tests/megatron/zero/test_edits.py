@@ -19,7 +19,7 @@ from tests.covering import pairs
 from tests.distributed import on_ranks
 from tests.megatron.zero import small
 from tests.megatron.zero.run import master
-from tests.megatron.zero.small import STAGES, WIDTH, Model, rows, whole
+from tests.megatron.zero.small import STAGES, WIDTH, Model, backward, rows, train, whole
 from tests.wires import accelerator_side
 
 WRITES: dict[str, Callable[[nn.Parameter], object]] = {
@@ -178,6 +178,9 @@ def half(model: nn.Module) -> None:
     model.half().float()  # back again, so that the forward goes on working
 
 
+PERSISTS = 10**6  # all parameters stay gathered at stage 3
+
+
 def of_some_frozen(stage: int, **section: object) -> Engine:
     model = Model()
     model.blocks[0].weight.requires_grad_(False)
@@ -185,7 +188,7 @@ def of_some_frozen(stage: int, **section: object) -> Engine:
 
 
 @pytest.mark.parametrize("change, stages, said", [
-    (half, (0, 1, 2), "has left the engine's buffers"),
+    (half, STAGES, "has left the engine's buffers"),
     (lambda model: setattr(model.head.weight, "data", torch.ones(1, WIDTH)), (0, 1, 2), "head.weight has left"),
     (lambda model: model.load_state_dict({name: torch.zeros_like(p) for name, p in model.state_dict().items()},
                                          assign=True), (0, 1, 2), "is another Parameter"),
@@ -197,24 +200,15 @@ def of_some_frozen(stage: int, **section: object) -> Engine:
 def test_a_changed_model_is_refused_before_anything_moves(change: Callable[[nn.Module], None], stages: tuple[int, ...],
                                                           said: str) -> None:
     for stage in stages:
-        engine = of_some_frozen(stage)
-        engine.backward(engine(rows(0, 0)))
-        engine.step()
+        engine = of_some_frozen(stage, stage3_param_persistence_threshold=PERSISTS if change is half else 0)
+        train(engine, 0)
         masters = [master(bucket) for bucket in engine.core.buckets]
         change(engine.module)
-        engine.backward(engine(rows(0, 1)))
+        backward(engine, 1)
         with pytest.raises(ConfigError, match=said):
             engine.step()
         assert all(torch.equal(master(bucket), old) for bucket, old in zip(engine.core.buckets, masters))
         assert engine.global_steps == 1
-
-
-def test_parameters_that_persist_at_stage_3_are_looked_at_too() -> None:
-    engine = of_some_frozen(3, stage3_param_persistence_threshold=10**6)
-    half(engine.module)
-    engine.backward(engine(rows(0, 0)))
-    with pytest.raises(ConfigError, match="has left the engine's buffers"):
-        engine.step()
 
 
 @pytest.mark.parametrize("stage", [1, 3])
@@ -226,23 +220,8 @@ def test_what_changes_no_training_goes_on(stage: int) -> None:
         engine.module.head.weight.requires_grad_(True)
         engine.module.teacher = Model().requires_grad_(False)
         for each in (plain, engine):
-            each.backward(each(rows(0, number)))
-            each.step()
+            train(each, number)
     del engine.module.teacher
-    assert torch.equal(whole(engine), whole(plain))
-
-
-@pytest.mark.parametrize("stage", [0, 3])
-def test_a_forward_between_backward_and_step_changes_nothing_and_its_graph_is_stale(stage: int) -> None:
-    plain, engine = small.engine_of(stage), small.engine_of(stage)
-    for number in range(2):
-        for each in (plain, engine):
-            each.backward(each(rows(0, number)))
-        stale = engine(rows(0, 9))
-        plain.step()
-        engine.step()
-        with pytest.raises(ConfigError, match="a forward that ran before the weights changed"):
-            engine.backward(stale)
     assert torch.equal(whole(engine), whole(plain))
 
 
@@ -258,8 +237,7 @@ def test_a_load_through_the_module_lasts_or_is_refused(stage: int, part: str, wo
             module.load_state_dict(new)
         with zero.GatheredParameters(module.parameters(), modifier_rank=0):
             module.load_state_dict(new)
-    engine.backward(engine(torch.zeros(2, WIDTH, dtype=engine.working_dtype)))
-    engine.step()
+    step(engine)
     assert all(bool((p == 0.5).all()) for p in module.parameters())
     engine.load_module_state_dict(engine.module_state_dict())
     engine.destroy()
@@ -312,17 +290,13 @@ def test_a_gradient_that_nobody_would_look_at_is_refused(when: str, stage: int, 
     def set_by_hand() -> None:
         parameter.grad = torch.ones_like(parameter)
 
-    def backward(number: int) -> None:
-        engine.backward(engine(rows(0, number).to(engine.working_dtype)))
-
     with pytest.raises(ConfigError, match="head.bias.grad was set by hand"):
         if when == "before a backward":
             set_by_hand()
-        backward(0)
-        engine.step()
+        train(engine, 0)
         if when.endswith("view"):
             set_by_hand()
-        backward(1)
+        backward(engine, 1)
         if when == "before a step":
             set_by_hand()
         engine.step()
@@ -338,17 +312,14 @@ def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: 
     for refused in (False, True):
         engine = small.engine_of(stage, None, 2, precision)
         if refused:
-            engine.backward(engine(rows(0, 7).to(engine.working_dtype)))
-            engine.step()
+            train(engine, 7)
             parameter = engine.module.head.bias
             parameter.grad = torch.ones_like(parameter)
             with pytest.raises(ConfigError, match="was set by hand"):
-                engine.backward(engine(rows(0, 8).to(engine.working_dtype)))
+                backward(engine, 8)
             with pytest.raises(ConfigError, match="what had been accumulated is gone"):
                 engine.step()
-        for number in range(2):
-            engine.backward(engine(rows(0, number).to(engine.working_dtype)))
-            engine.step()
+        train(engine, 0, 1)
         norms.append(engine.get_global_grad_norm())
     assert norms[0] == norms[1]
 
@@ -356,10 +327,8 @@ def test_after_a_refusal_the_step_begins_anew(stage: int, precision: str, side: 
 @on_ranks(2)
 def test_set_on_one_rank_it_is_refused_by_all(rank: int, world: int) -> None:
     engine = small.engine_of(1, None, 2)
-    for number in range(2):
-        engine.backward(engine(rows(0, number)))
-        if number == 0:
-            engine.step()
+    train(engine, 0)
+    backward(engine, 1)
     if rank == 1:
         engine.module.head.bias.grad = torch.ones(1)
     with pytest.raises(ConfigError, match=r"^head.bias.grad was set by hand.*\(so on rank 1, not on all\)$"):
@@ -373,8 +342,6 @@ def test_those_of_a_backward_before_the_engine_are_dropped_with_a_word(stage: in
     with pytest.warns(UserWarning, match="blocks.0.weight.grad, made before zero.initialize, is dropped"):
         engines = small.engine_of(stage, model, 2), small.engine_of(stage, None, 2)
     for engine in engines:
-        for number in range(2):
-            engine.backward(engine(rows(0, number)))
-            engine.step()
+        train(engine, 0, 1)
     norms = [engine.get_global_grad_norm() for engine in engines]
     assert norms[0] == norms[1]

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
-from megatron import recompute, zero
+from megatron import recompute
 from megatron.errors import ConfigError
 from megatron.fsdp import FSDP
 from megatron.zero.api.engine import Engine
@@ -156,8 +156,7 @@ def test_gradients_are_those_of_stage_0_whatever_a_block_saves(use: str) -> None
             engine.backward(loss)
         assert x.grad is not None
         engine.step()
-        with zero.GatheredParameters(engine.module.parameters()):
-            gradients.append([x.grad, *(p.detach() for p in engine.module.parameters())])
+        gradients.append([x.grad, *small.gathered(engine.module)])
     assert all(map(torch.equal, *gradients))
 
 

@@ -6,7 +6,7 @@ import sys
 from pathlib import Path
 from types import FrameType
 from typing import Any
-from unittest.mock import patch
+from unittest.mock import DEFAULT, Mock, patch
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ from megatron.errors import ConfigError
 from megatron.zero.api import checkpoint_io
 from megatron.zero.api.engine import Engine
 from tests.megatron.helpers import ROOT
-from tests.megatron.zero.small import engine_of, rows, whole
+from tests.megatron.zero.small import backward, engine_of, train, whole
 
 INTERRUPTED = tuple(str(ROOT / "megatron" / "zero" / f"{name}.py")
                     for name in ("engine", "pass_coordinator", "bucket", "gradients", "update", "step_result"))
@@ -47,12 +47,6 @@ class InterruptAt:
         sys.settrace(None)
 
 
-def train(engine: Engine, *numbers: int) -> None:
-    for number in numbers:
-        engine.backward(engine(rows(0, number).bfloat16()))
-        engine.step()
-
-
 def interrupted_step(engine: Engine, number: int, at: InterruptAt) -> None:
     """A step; what the interruption has prevented is called again."""
     core = engine.core
@@ -61,7 +55,7 @@ def interrupted_step(engine: Engine, number: int, at: InterruptAt) -> None:
             train(engine, number)
     except KeyboardInterrupt:
         if not core.has_gradients and core.counters.global_steps < 2:
-            engine.backward(engine(rows(0, number).bfloat16()))
+            backward(engine, number)
         if core.counters.global_steps < 2:
             engine.step()
 
@@ -92,15 +86,24 @@ def test_what_follows_ctrl_c_is_right_or_refused(stage: int, section: dict[str, 
             assert torch.equal(whole(engine), whole(plain)) and engine.global_steps == 3, line
 
 
-@pytest.mark.parametrize("part", ["load_buffers", "restore_param_groups"])
-def test_ctrl_c_in_a_load_leaves_an_engine_that_only_loads(tmp_path: Path, part: str) -> None:
-    engine = engine_of(2, precision="bf16")
+@pytest.mark.parametrize("stage, precision, part, calls, error", [
+    (0, "fp32", "_read_segment", 1, MemoryError), (3, "fp32", "_read_segment", 1, KeyboardInterrupt),
+    (2, "bf16", "load_buffers", 0, KeyboardInterrupt), (2, "bf16", "restore_param_groups", 0, KeyboardInterrupt)])
+def test_a_load_that_ended_half_way_leaves_an_engine_that_only_loads(
+        stage: int, precision: str, part: str, calls: int, error: type[BaseException], tmp_path: Path) -> None:
+    """The part of the load fails after so many calls."""
+    engine = engine_of(stage, precision=precision)
     train(engine, 1)
     engine.save_checkpoint(tmp_path)
-    with pytest.raises(KeyboardInterrupt), patch.object(checkpoint_io, part, side_effect=KeyboardInterrupt):
+    before = whole(engine)
+    backward(engine, 0)
+    fails = Mock(wraps=getattr(checkpoint_io, part), side_effect=[*calls * [DEFAULT], error])
+    with pytest.raises(error), patch.object(checkpoint_io, part, fails):
         engine.load_checkpoint(tmp_path)
-    with pytest.raises(ConfigError, match="an earlier load ended half way"):
-        train(engine, 2)
+    for go_on in (lambda: backward(engine, 0), engine.step, lambda: engine.save_checkpoint(tmp_path)):
+        with pytest.raises(ConfigError, match="an earlier load ended half way"):
+            go_on()
     engine.load_checkpoint(tmp_path)
+    assert torch.equal(whole(engine), before)
     train(engine, 2)
     assert engine.global_steps == 2

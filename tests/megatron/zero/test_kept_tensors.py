@@ -29,8 +29,8 @@ from mpu import groups
 from tests.distributed import on_ranks, run_ranks
 from tests.megatron.zero import models
 from tests.megatron.zero.offload.test_equal import batches, train as train_gpt2
-from tests.megatron.zero.offload.test_use import built, configured
-from tests.megatron.zero.run import gpt2_loss
+from tests.megatron.zero.offload.test_use import configured
+from tests.megatron.zero.run import built, gpt2_loss
 from tests.megatron.zero.small import Model, engine_of
 
 # ---- ways to keep a weight: each gives a function that reads what was kept -------------------------------------------

@@ -18,6 +18,7 @@ from megatron.zero.api.engine import Engine
 from megatron.zero.utils import safe_get_full_fp32_param, safe_set_full_fp32_param
 from tests.distributed import on_ranks
 from tests.megatron.zero import small
+from tests.megatron.zero.run import weights as weights_of
 
 BLOCKS = 3
 
@@ -72,11 +73,6 @@ def looked_for(engine: Engine) -> list[list[float]]:
     learn = quantisation.set_eigenvalues
     quantisation.set_eigenvalues = lambda values: (seen.append(list(values)), learn(values))  # type: ignore
     return seen
-
-
-def weights_of(engine: Engine) -> dict[str, Tensor]:
-    with zero.GatheredParameters(list(engine.module.parameters())):
-        return {name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()}
 
 
 def dense(weights: dict[str, Tensor], ranks: int) -> list[float]:
@@ -246,8 +242,7 @@ def scripted(rank: int, stage: int) -> list[dict[str, Tensor]]:
     found = []
 
     def look() -> None:
-        with zero.GatheredParameters(list(engine.module.parameters())):
-            found.append({name: parameter.detach().clone() for name, parameter in engine.module.named_parameters()})
+        found.append(weights_of(engine))
         found.append({name: safe_get_full_fp32_param(parameter)  # type: ignore[misc]
                       for name, parameter in engine.module.named_parameters()})
 

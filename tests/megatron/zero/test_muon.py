@@ -31,8 +31,7 @@ from mpu.groups import SOLO, Group
 from mpu.layers import ColumnParallelLinear, RowParallelLinear
 from mpu.partition import local_slice, partition_of
 from tests.distributed import on_ranks, run_ranks
-from tests.megatron.zero.run import (assemble, configure, configure_gpt2, engine_around, join_tensor_parallel,
-                                     master_runs, state)
+from tests.megatron.zero.run import configure, configure_gpt2, engine_around, join_runs, master_runs, state
 
 WIDTH, SAMPLES = 24, 8  # samples of a step, over all ranks and micro-batches
 
@@ -140,16 +139,6 @@ def train(engine: Engine, first_step: int, last_step: int) -> None:
             engine.step()
 
 
-def masters(engine: Engine) -> Any:
-    return master_runs(engine.core)
-
-
-def whole(by_rank: list[Any], tp: int, model: nn.Module) -> dict[str, Tensor]:
-    """The logical weights, from what the ranks would write to a checkpoint."""
-    pieces = [assemble([run for runs in by_rank[rank::tp] for run in runs]) for rank in range(tp)]
-    return join_tensor_parallel(pieces, model) if tp > 1 else pieces[0]
-
-
 def products(*, in_bf16: bool) -> Any:
     """Inside, the processor multiplies bf16 fast, or does not."""
     return patch.object(muon, "has_fast_bf16_matmul", lambda device: in_bf16)
@@ -159,11 +148,11 @@ def _trained(rank: int, world: int, layout: Layout, settings: dict[str, Any], in
     with products(in_bf16=in_bf16):
         engine = engine_of(layout, **settings)
     train(engine, 0, STEPS)
-    return masters(engine)
+    return master_runs(engine.core)
 
 
 def trained(layout: Layout, *, in_bf16: bool = True, **settings: Any) -> dict[str, Tensor]:
-    return whole(run_ranks(_trained, layout.ranks, layout, settings, in_bf16), layout.tp, Model())
+    return join_runs(run_ranks(_trained, layout.ranks, layout, settings, in_bf16), layout.tp, Model())
 
 
 def different(found: dict[str, Tensor], wanted: dict[str, Tensor]) -> list[str]:
@@ -259,7 +248,7 @@ def test_the_precision_is_one_choice_and_resumed(rank: int, world: int, tmp_path
     again.load_checkpoint(tmp_path)
     train(again, 2, STEPS)
     assert all(a[:3] == b[:3] and torch.equal(a[3], b[3])
-               for a, b in zip(masters(again), masters(engine), strict=True))
+               for a, b in zip(master_runs(again.core), master_runs(engine.core), strict=True))
     rule = again.core.rule
     assert isinstance(rule, muon.Muon)
     for saved in ({"newton_schulz": "float32", "on": "cuda"}, {}):  # the last is of earlier versions
@@ -279,7 +268,7 @@ def _goes_on(rank: int, world: int, layout: Layout, folder: Path, is_new: bool) 
     else:
         engine.load_checkpoint(folder)
     train(engine, 3, 6)
-    return masters(engine), state(engine.core)
+    return master_runs(engine.core), state(engine.core)
 
 
 @pytest.mark.parametrize("before, after", [
@@ -288,7 +277,7 @@ def test_a_run_goes_on_bit_for_bit_on_any_layout(before: Layout, after: Layout, 
     kept, again = (run_ranks(_goes_on, layout.ranks, layout, tmp_path, is_new)
                    for layout, is_new in ((before, True), (after, False)))
     found, wanted = ([runs for runs, _ in by_rank] for by_rank in (again, kept))
-    assert not different(whole(found, after.tp, Model()), whole(wanted, before.tp, Model()))
+    assert not different(join_runs(found, after.tp, Model()), join_runs(wanted, before.tp, Model()))
     if before == after:
         for (_, one), (_, other) in zip(kept, again, strict=True):
             assert all(torch.equal(a, b) for a, b in zip(one, other, strict=True))

@@ -20,6 +20,7 @@ from megatron.zero.api.compat_names import METHODS, NAMES, REFUSED
 from megatron.zero.api.engine import Engine
 from mpu.random import get_rng_tracker
 from tests.distributed import run_ranks
+from tests.megatron.zero import small
 from tests.megatron.zero.small import WIDTH, Model
 
 
@@ -32,10 +33,8 @@ def small_model() -> nn.Module:
 
 
 def made(stage: int = 0, **changes: Any) -> Engine:
-    return zero.initialize(model=small_model(), config={
-        "train_micro_batch_size_per_gpu": 2, "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}, **changes})[0]
+    optimizer = {"type": "AdamW", "params": {"lr": 1e-2}}
+    return small.engine_of(stage, small_model(), keys={"gradient_clipping": 0.5, "optimizer": optimizer, **changes})
 
 
 def step(engine: Engine, count: int = 1) -> None:
@@ -74,8 +73,8 @@ def test_answers_are_those_of_the_configuration(engine: Any) -> None:
     assert not engine.zero_optimization() and engine.zero_offload_param() is None
     assert engine.optimizer_name() == "AdamW" and engine.optimizer_params()["lr"] == 1e-2
     assert engine.get_batch_info() == (2, 2, 1)
-    offloaded = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
-    half: Any = made(fp16={"enabled": True, "initial_scale_power": 4}, zero_optimization=offloaded)
+    half: Any = small.engine_of(2, keys={"fp16": {"enabled": True, "initial_scale_power": 4}},
+                                offload_optimizer={"device": "cpu"})
     assert half.fp16_enabled() and half.dynamic_loss_scale() and half.initial_dynamic_scale() == 16
     assert half.zero_optimization() and half.zero_optimization_partition_gradients()
     assert half.zero_offload_optimizer() == "cpu" and half.zero_cpu_offload() and half.zero_offload_param() is None

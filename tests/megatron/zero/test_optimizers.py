@@ -16,26 +16,25 @@ from torch import nn
 from megatron import zero
 from megatron.config.cli import parse_args
 from megatron.errors import ConfigError
-from megatron.train import build
+from megatron.model import GPT2
 from megatron.zero.api.engine import Engine
 from megatron.zero.api.torch_interfaces import build_lr_schedule
 from megatron.zero.ops.adam import DeepSpeedCPUAdam
-from mpu import groups
 from tests.covering import pairs
 from tests.distributed import run_ranks
-from tests.megatron.zero.run import assemble, configure_gpt2, join_tensor_parallel, master_runs
+from tests.megatron.zero.run import built, configure_gpt2, join_runs, master_runs
+from tests.megatron.zero.small import gathered
 
 STEPS, ROWS = 4, 8
 RATES = {"lamb": 1e-2, "lion": 1e-3, "sgd": 0.5, "adagrad": 1e-2, "nadam": 1e-3, "rmsprop": 1e-3}
 
 
 def engine_of(optimizer: str, stage: int, tp: int = 1) -> Engine:
-    grid = groups.build(tp)
     # Its decay is 0.1, and its epsilon no blow-up of key biases.
     config = configure_gpt2(lr=RATES[optimizer], lr_decay_style="constant", warmup=0.0, optimizer=optimizer,
-                            zero_stage=stage, model_parallel_size=tp, batch_size=ROWS // grid.dp.size,
-                            global_batch_size=ROWS, adam_eps=1e-4)
-    return build.engine(config, build.model(config, grid), grid, torch.device("cpu"))
+                            zero_stage=stage, model_parallel_size=tp, global_batch_size=ROWS, adam_eps=1e-4,
+                            batch_size=ROWS * tp // torch.distributed.get_world_size())
+    return built(config)
 
 
 def train(engine: Engine, first: int, last: int) -> None:
@@ -55,13 +54,6 @@ def trained(rank: int, world: int, optimizer: str, layouts: list[tuple[int, int]
     return found
 
 
-def whole(by_rank: list[Any], number: int, tp: int) -> dict[str, torch.Tensor]:
-    """The logical weights of layout `number` from what all ranks hold."""
-    model = build.model(configure_gpt2(), groups.build(1))
-    pieces = [assemble([run for runs in by_rank[rank::tp] for run in runs[number]]) for rank in range(tp)]
-    return join_tensor_parallel(pieces, model) if tp > 1 else pieces[0]
-
-
 def forget_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """Their gradients are nothing but rounding, which the sign of Lion and the norms of Lamb blow up."""
     return {name: torch.cat([w[:32], w[64:]]) if name.endswith("qkv.bias") else w for name, w in weights.items()}
@@ -70,11 +62,11 @@ def forget_key_biases(weights: dict[str, torch.Tensor]) -> dict[str, torch.Tenso
 @pytest.mark.few(3)
 @pytest.mark.parametrize("optimizer", RATES)
 def test_every_split_is_the_same_training(optimizer: str) -> None:
-    wanted = forget_key_biases(whole(run_ranks(trained, 1, optimizer, [(0, 1)]), 0, 1))
-    layouts = [(0, 1), (1, 1), (2, 1), (3, 1)]
-    by_rank = run_ranks(trained, 2, optimizer, [*layouts, (0, 2)])
-    for number, (_, tp) in enumerate([*layouts, (0, 2)]):
-        found = forget_key_biases(whole(by_rank, number, tp))
+    model = GPT2(configure_gpt2().model)
+    wanted = forget_key_biases(join_runs(*zip(*run_ranks(trained, 1, optimizer, [(0, 1)])), 1, model))
+    layouts = [(0, 1), (1, 1), (2, 1), (3, 1), (0, 2)]
+    for (_, tp), by_rank in zip(layouts, zip(*run_ranks(trained, 2, optimizer, layouts)), strict=True):
+        found = forget_key_biases(join_runs(by_rank, tp, model))
         for name, weight in wanted.items():
             # Sums in another order; Lion moves by a sign, which may turn where an update is almost zero.
             off = (found[name][: len(weight)] - weight).abs()
@@ -120,8 +112,7 @@ def weights_after(engine: Engine, steps: int = 4, first: int = 0) -> list[torch.
     for step in range(first, first + steps):
         engine.backward(engine(gradient(step)).square().mean())
         engine.step()
-    with zero.GatheredParameters(list(engine.parameters())):
-        return [parameter.detach().clone() for parameter in engine.parameters()]
+    return gathered(engine.module)
 
 
 def by_torch(make: Any, steps: int = 4) -> list[torch.Tensor]:

@@ -21,7 +21,8 @@ from torch import Tensor, nn
 from megatron.errors import NumericsError
 from megatron.zero.engine import ZeroEngine
 from mpu import groups
-from mpu.groups import Groups
+from mpu.collectives import all_gather_json
+from mpu.groups import Group, Groups
 from mpu.partition import partition_of
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, state, weights
@@ -49,12 +50,6 @@ class Case:
     culprit: int
     value: float
     micro: int  # the micro-batch that is poisoned
-
-
-Observed = tuple[list[bool], list[float], bool, bool, str, str]
-"""What one rank saw of a case: steps applied; loss scales; whether bad steps changed nothing; whether the next steps
-were those of a run without the fault; digests of its weights at the end, and of those that tensor parallel ranks
-share."""
 
 
 def config(stage: int, tp: int, dp: int, precision: str) -> Any:
@@ -130,58 +125,56 @@ def clean_states(stage: int, grid: Groups, precision: str) -> list[list[Tensor]]
     return states
 
 
-def observe(case: Case, stage: int, grid: Groups, clean: list[list[Tensor]]) -> Observed:
+def check_that_a_step_never_was(case: Case, stage: int, grid: Groups, clean: list[list[Tensor]]) -> None:
     """A clean step, then two steps that fail at first and are taken again without the fault."""
     engine = gpt2_engine(config(stage, grid.tp.size, grid.dp.size, "fp16"), grid)
-    applied, scales, untouched = [], [], True
+    scales = []
 
     def take(number: int, fault: Case | None = None) -> None:
-        before = state(engine), engine.counters.optimizer_steps, engine.counters.applied_steps
-        applied.append(take_step(engine, grid, number, fault).applied)
+        before, counts = state(engine), (engine.counters.optimizer_steps, engine.counters.applied_steps)
+        is_applied = take_step(engine, grid, number, fault).applied
+        assert is_applied == (fault is None), f"{case}: a bad step is skipped by all ranks"
         scales.append(engine.state.counters.scaler.scale)
         if fault is not None:
-            after = state(engine), engine.counters.optimizer_steps, engine.counters.applied_steps
-            nonlocal untouched
-            untouched = untouched and same(before[0], after[0]) and before[1:] == after[1:]
+            assert same(before, state(engine)), f"{case}: a skipped step changes no weight and no moment"
+            assert counts == (engine.counters.optimizer_steps, engine.counters.applied_steps), f"{case}: counters"
 
     take(0)
     take(1, case)
     take(1)
-    clean_afterwards = same(state(engine), clean[1])
+    assert same(state(engine), clean[1]), f"{case}: the next step is that of a run without the fault"
     take(2, case)
     take(2)
-    clean_afterwards = clean_afterwards and near(state(engine), clean[2])
+    assert near(state(engine), clean[2]), f"{case}: the next step is that of a run without the fault"
+    assert scales == [SCALE, SCALE, SCALE, SCALE / 2, SCALE / 2], f"{case}: hysteresis of 2"
     whole = weights(engine)
     common = [weight for name, weight in whole.items() if partition_of(engine.module.get_parameter(name)) is None]
-    return applied, scales, untouched, clean_afterwards, digest(list(whole.values())), digest(common)
+    assert is_alike(digest([*whole.values()]), grid.dp), f"{case}: replicas differ"
+    assert is_alike(digest(common), grid.world), f"{case}: what tensor parallel ranks share differs"
 
 
-def observe_all(rank: int, world: int, stage: int, tp: int, cases: list[Case]) -> list[Observed]:
+def is_alike(value: object, group: Group) -> bool:
+    """Whether all ranks of the group have this value."""
+    return all(other == value for other in all_gather_json(value, group))
+
+
+def check_all(rank: int, world: int, stage: int, tp: int) -> None:
     grid = groups.build(tp)
     clean = clean_states(stage, grid, "fp16")
-    return [observe(case, stage, grid, clean) for case in cases]
+    for case in sample(tp):
+        check_that_a_step_never_was(case, stage, grid, clean)
 
 
 @pytest.mark.parametrize(("stage", "tp"), [(0, 1), (3, 2), *(
     pytest.param(*cell, marks=pytest.mark.slow) for cell in ((1, 2), (2, 1), (2, 2), (3, 1)))])
 def test_an_overflow_anywhere_is_a_step_that_never_was(stage: int, tp: int) -> None:
-    cases = sample(tp)
-    by_rank = run_ranks(observe_all, 2 * tp, stage, tp, cases, timeout=300)
-    for case, seen in zip(cases, zip(*by_rank), strict=True):
-        for applied, scales, untouched, clean_afterwards, _, _ in seen:
-            assert applied == [True, False, True, False, True], f"{case}: a bad step is skipped by all ranks"
-            assert scales == [SCALE, SCALE, SCALE, SCALE / 2, SCALE / 2], f"{case}: hysteresis of 2"
-            assert untouched, f"{case}: a skipped step changes no weight, moment or counter"
-            assert clean_afterwards, f"{case}: the next step is that of a run without the fault"
-        wholes = [whole for *_, whole, _ in seen]
-        assert wholes == wholes[:tp] * 2, f"{case}: replicas differ"
-        assert len({shared for *_, shared in seen}) == 1, f"{case}: what tensor parallel ranks share differs"
+    run_ranks(check_all, 2 * tp, stage, tp, timeout=300)
 
 
-def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[Case]) -> list[tuple[str, bool]]:
-    """The error that each case ends with, and whether it has changed nothing."""
-    grid, seen = groups.build(tp), []
-    for case in cases:
+def check_the_end(rank: int, world: int, stage: int, tp: int, precision: str) -> None:
+    """Each case ends with one error on all ranks, and changes nothing."""
+    grid = groups.build(tp)
+    for case in sample(tp):
         engine = gpt2_engine(config(stage, tp, grid.dp.size, precision), grid)
         assert take_step(engine, grid, 0).applied
         before, message = state(engine), "no error"
@@ -190,18 +183,8 @@ def end(rank: int, world: int, stage: int, tp: int, precision: str, cases: list[
             engine.finish_step()
         except NumericsError as error:
             message = str(error)
-        seen.append((message, same(before, state(engine))))
-    return seen
-
-
-@pytest.mark.parametrize(("stage", "tp", "precision"), [
-    (2, 1, "bf16"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
-        (0, 2, "fp32"), (1, 1, "bf16"), (3, 2, "fp32")))])
-def test_without_a_loss_scale_any_bad_number_ends_the_run(stage: int, tp: int, precision: str) -> None:
-    cases = sample(tp)
-    for case, seen in zip(cases, zip(*run_ranks(end, 2 * tp, stage, tp, precision, cases, timeout=300)), strict=True):
-        assert len({message for message, _ in seen}) == 1, f"{case}: ranks report different errors"
-        message = seen[0][0]
+        assert same(before, state(engine)), f"{case}: weights are not unchanged"
+        assert is_alike(message, grid.world), f"{case}: ranks report different errors"
         named = re.search(r"at step 2: first in ([\w.]+)(?: on tensor parallel rank (\d))?, in the sum over the ranks "
                           r"\((?:every loss is finite|the loss on rank (\d) is not finite)\); weights are unchanged",
                           message)
@@ -212,7 +195,13 @@ def test_without_a_loss_scale_any_bad_number_ends_the_run(stage: int, tp: int, p
         # Reduction spreads the number over data parallel, to the owner; tensor parallel slices stay apart.
         if case.kind not in {*SHARED, "loss"}:
             assert int(named[2] or 0) == case.culprit % tp
-        assert all(untouched for _, untouched in seen), f"{case}: weights are not unchanged"
+
+
+@pytest.mark.parametrize(("stage", "tp", "precision"), [
+    (2, 1, "bf16"), *(pytest.param(*cell, marks=pytest.mark.slow) for cell in (
+        (0, 2, "fp32"), (1, 1, "bf16"), (3, 2, "fp32")))])
+def test_without_a_loss_scale_any_bad_number_ends_the_run(stage: int, tp: int, precision: str) -> None:
+    run_ranks(check_the_end, 2 * tp, stage, tp, precision, timeout=300)
 
 
 SHARED = {"positions", "norm weight", "norm bias", "row bias", "last norm weight", "last norm bias"}
@@ -225,17 +214,21 @@ def sample(tp: int) -> list[Case]:
             for number, kind in enumerate(KINDS[tp - 1 :: 2])]
 
 
-def step_with_large(rank: int, world: int, stage: int, tp: int, precision: str) -> list[tuple[float, bool, str]]:
-    """Of a step whose gradients are large, and finite: the norm, whether it was applied and all is finite, a digest."""
-    grid, seen = groups.build(tp), []
+def check_large(rank: int, world: int, stage: int, tp: int, precision: str) -> None:
+    """A step whose gradients are large, and finite."""
+    grid = groups.build(tp)
     for value in VALUES:
-        engine = gpt2_engine(config(stage, tp, grid.dp.size, precision), grid)
+        chosen = config(stage, tp, grid.dp.size, precision)
+        engine = gpt2_engine(chosen, grid)
         report = take_step(engine, grid, 0, Case("positions", 0, value, 0))
         engine.finish_step()
         held = list(weights(engine).values())
-        is_good = report.applied and all(bool(weight.isfinite().all()) for weight in held)
-        seen.append((float(report.grad_norm), is_good, digest(held)))
-    return seen
+        assert report.applied and all(bool(weight.isfinite().all()) for weight in held), value
+        sent = torch.tensor(value).to(torch.bfloat16 if precision == "bf16" else torch.float32).item()
+        # A column of the table, on one of two ranks.
+        expected = abs(sent) * math.sqrt(chosen.model.max_position_embeddings) / 2
+        assert report.grad_norm == pytest.approx(expected, rel=1e-2) and is_alike(report.grad_norm, grid.world)
+        assert is_alike(digest(held), grid.dp), "replicas differ"
 
 
 VALUES = [1e18, 1e20, 1e30, -3e36]  # squares of the last three are infinite in fp32
@@ -244,11 +237,4 @@ VALUES = [1e18, 1e20, 1e30, -3e36]  # squares of the last three are infinite in 
 @pytest.mark.parametrize(("stage", "tp", "precision"), [
     (0, 1, "fp32"), (1, 1, "bf16"), (2, 1, "fp32"), (3, 2, "bf16")])
 def test_large_gradients_have_a_norm_and_are_clipped(stage: int, tp: int, precision: str) -> None:
-    by_rank = run_ranks(step_with_large, 2 * tp, stage, tp, precision)
-    positions = config(stage, tp, 2, precision).model.max_position_embeddings
-    for value, *seen in zip(VALUES, *by_rank, strict=True):
-        held = torch.tensor(value).to(torch.bfloat16 if precision == "bf16" else torch.float32).item()
-        expected = abs(held) * math.sqrt(positions) / 2  # a column of the table, on one of two ranks
-        assert all(is_good for _, is_good, _ in seen), value
-        assert seen[0][0] == pytest.approx(expected, rel=1e-2) and len({norm for norm, *_ in seen}) == 1
-        assert seen[0][2] == seen[tp][2], "replicas differ"
+    run_ranks(check_large, 2 * tp, stage, tp, precision)

@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from megatron import zero
 from megatron.errors import ConfigError
 from megatron.zero.partitioned_param import param_owner
-from tests.megatron.zero.small import WIDTH, Model, engine_of
+from tests.megatron.zero.small import Model, engine_of, gathered, train
 
 
 def in_an_engine() -> nn.Module:
@@ -138,18 +138,14 @@ def test_sizes_are_those_of_the_whole_parameter(model: nn.Module) -> None:
         assert {name: ask(p) for name, ask in SIZES.items()} == {name: ask(plain) for name, ask in SIZES.items()}
 
 
-def trained(prepare: Callable[[nn.Module], object], *, split: bool) -> list[Tensor]:
-    torch.manual_seed(0)
-    with zero.Init(enabled=split):
-        model = Model()
+def trained(prepare: Callable[[nn.Module], object]) -> list[Tensor]:
+    model = in_init()
     prepare(model)
     engine = engine_of(3, model)
-    for _ in range(3):
-        engine.backward(engine(torch.randn(2, WIDTH, generator=torch.Generator().manual_seed(1))))
-        engine.step()
+    for number in range(3):
+        train(engine, number)
         prepare(engine.module)
-    with zero.GatheredParameters(engine.module.parameters()):
-        return [p.detach().clone() for p in engine.module.parameters()]
+    return gathered(engine.module)
 
 
 def test_casting_a_split_module_is_refused_once_an_engine_has_it() -> None:
@@ -161,7 +157,7 @@ def test_casting_a_split_module_is_refused_once_an_engine_has_it() -> None:
         except ConfigError as error:
             said.append(str(error))
 
-    plain = trained(lambda m: None, split=True)
-    assert all(map(torch.equal, trained(try_to_cast, split=True), plain)) and len(said) == 3
+    plain = trained(lambda m: None)
+    assert all(map(torch.equal, trained(try_to_cast), plain)) and len(said) == 3
     assert re.search(r"^parameter 'blocks.0.weight' .* cannot become torch\.\w+ on \w+ \(\w+\): .* choose fp16 or bf16",
                      said[0])

@@ -11,12 +11,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import lr_scheduler as torch_schedulers
 
-from megatron import zero
 from megatron.checkpoint.reader import open_checkpoint
 from megatron.errors import CheckpointError
 from megatron.zero.api.checkpoint_io import LoadOptions
 from megatron.zero.api.engine import Engine
 from tests.covering import pairs
+from tests.megatron.zero import small
 from tests.megatron.zero.small import Model, rows, whole
 
 pytestmark = pytest.mark.filterwarnings("ignore:Detected call of `lr_scheduler.step")  # the engine steps the optimizer
@@ -32,17 +32,15 @@ def engine_of(scheduler: Any = None, *, stage: int = 0, groups: Callable[[nn.Mod
               kind: Callable[..., torch.optim.Optimizer] = torch.optim.AdamW, rate: float | Tensor = 0.1,
               **changes: Any) -> Engine:
     model = Model()
-    return zero.initialize(model=model, optimizer=kind(groups(model), lr=rate), lr_scheduler=scheduler, config={
-        "train_micro_batch_size_per_gpu": 2, **changes,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    return small.engine_of(stage, model, keys=changes, given={
+        "optimizer": kind(groups(model), lr=rate), "lr_scheduler": scheduler})
 
 
 def train(engine: Engine, numbers: range) -> list[list[float]]:
     rates = []
     for number in numbers:
         rates.append(engine.get_lr())
-        engine.backward(engine(rows(0, number)))
-        engine.step()
+        small.train(engine, number)
     return rates
 
 

@@ -16,6 +16,7 @@ from mpu.groups import build
 from mpu.partition import set_partition
 from mpu.split import Partition
 from tests.distributed import on_ranks, run_ranks
+from tests.megatron.zero import small
 
 NAMES = ("alpha", "beta", "gamma")
 
@@ -39,10 +40,8 @@ class Named(nn.Module):
 
 
 def engine_of(model: nn.Module, stage: int, parameters: Any = None, mpu: Any = None) -> Any:
-    return zero.initialize(
-        model=model, optimizer=torch.optim.SGD(parameters or model.parameters(), lr=0.5), mpu=mpu,
-        config={"train_micro_batch_size_per_gpu": 2, "zero_optimization": {
-            "stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    rule = torch.optim.SGD(parameters or model.parameters(), lr=0.5)
+    return small.engine_of(stage, model, given={"optimizer": rule, "mpu": mpu})
 
 
 def another_shape(rank: int) -> nn.Module:

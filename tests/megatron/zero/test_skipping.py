@@ -13,7 +13,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron import zero
 from megatron.errors import NumericsError
 from megatron.optim.schedulers import WarmupLR
 from megatron.zero import step_result
@@ -23,6 +22,7 @@ from mpu import groups
 from mpu.groups import Groups
 from tests.distributed import run_ranks
 from tests.megatron.zero.run import configure, engine_around, master
+from tests.megatron.zero.small import engine_of
 from tests.wires import accelerator_side
 
 
@@ -179,9 +179,8 @@ def by_hand(optimizer: Any) -> Any:
 def scheduled(made_by: Any) -> Any:
     torch.manual_seed(0)
     model = nn.Linear(4, 4)
-    return zero.initialize(
-        model=model, optimizer=torch.optim.AdamW(model.parameters(), lr=1e-2), lr_scheduler=made_by,
-        config={"train_micro_batch_size_per_gpu": 2, "bf16": {"enabled": True}})[0]
+    return engine_of(0, model, precision="bf16", given={
+        "optimizer": torch.optim.AdamW(model.parameters(), lr=1e-2), "lr_scheduler": made_by})
 
 
 @pytest.mark.parametrize("made_by", [curve, cycle, by_hand])

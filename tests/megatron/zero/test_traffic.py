@@ -28,6 +28,7 @@ from megatron.zero.bucket import FlatBucket
 from megatron.zero.partitioned_param import Placeholder
 from mpu import groups
 from tests.distributed import on_ranks
+from tests.megatron.zero import small
 from tests.megatron.zero.run import DTYPES, gradient_runs, master
 from tests.megatron.zero.small import STAGES, Model
 from tests.wires import Sent, accelerator_side, counted
@@ -48,8 +49,7 @@ def steps(engine: Engine, count: int = 3) -> list[torch.Tensor]:
     for _ in range(count):
         engine.backward(engine(torch.randn(4, WIDTH, generator=draw).to(dtype)))
         engine.step()
-    with zero.GatheredParameters(engine.module.parameters()):
-        return [p.detach().clone() for p in engine.module.parameters()]
+    return small.gathered(engine.module)
 
 
 # ---- what a step sends ---------------------------------------------------------------------------------------------
@@ -218,10 +218,7 @@ def dot_engine(stage: int, work: str = "fp32", accumulation: int = 1, **keys: An
     precision: dict[str, Any] = {} if work == "fp32" else {work: {"enabled": True}}
     if work == "fp16":
         precision["fp16"] |= {"initial_scale_power": 0, "loss_scale_window": 1000}
-    return zero.initialize(model=Dot(), config={
-        "train_micro_batch_size_per_gpu": 1, "gradient_accumulation_steps": accumulation,
-        "optimizer": {"type": "SGD", "params": {"lr": 1.0}}, **precision, **keys,
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0}})[0]
+    return small.engine_of(stage, Dot(), accumulation, lr=1.0, keys={**precision, **keys})
 
 
 def inputs(rank: int, number: int, work: str) -> Tensor:
@@ -278,8 +275,7 @@ def trained(rank: int, engine: Engine, work: str = "fp32") -> Tensor:
     for number in range(4):
         engine.backward(engine(inputs(rank, number, work)))
         engine.step()
-    with zero.GatheredParameters(engine.module.parameters()):
-        return engine.module.get_parameter("weight").detach().clone()
+    return small.whole(engine)
 
 
 @on_ranks(2)

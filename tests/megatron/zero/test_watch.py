@@ -26,7 +26,6 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from megatron import zero
 from megatron.distributed import exit_codes, watchdog
 from megatron.distributed.collective_log import (ENDED, MAX_ENTRIES, NO_ENTRY, SAVE, STEP, CollectiveLog,
                                                  CollectiveLogSnapshot, describe_positions,
@@ -34,22 +33,14 @@ from megatron.distributed.collective_log import (ENDED, MAX_ENTRIES, NO_ENTRY, S
 from megatron.distributed.rank_text import format_ranks
 from megatron.zero.api.engine import Engine
 from tests.distributed import run_ranks
+from tests.megatron.zero import small
+from tests.megatron.zero.models import WIDTH, Block
 from tests.wires import accelerator_side
 
 ROOT = Path(__file__).parents[3]
-WIDTH = 8
 LOOK = 0.1  # in place of a second
 POLLS = {"CHECK_SECONDS": LOOK, "POLL_SECONDS": 0.05, "REPORTER_POLLS": 200, "REPORTER_TIMEOUT_POLLS": 400}
 """The reporter waits for ten seconds for the logs of ranks that are slow."""
-
-
-class Block(nn.Module):
-    def __init__(self, hidden: int) -> None:
-        super().__init__()
-        self.wide, self.narrow = nn.Linear(WIDTH, hidden), nn.Linear(hidden, WIDTH)
-
-    def forward(self, x: Tensor) -> Tensor:
-        return x + self.narrow(self.wide(x).tanh())
 
 
 class Model(nn.Module):
@@ -70,9 +61,7 @@ ALL = (0, 1, 2, 3)
 
 
 def engine_of(sizes: tuple[int, ...], stage: int = 3, **section: Any) -> Engine:
-    return zero.initialize(model=Model(sizes), config={
-        "train_micro_batch_size_per_gpu": 2, "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "zero_optimization": {"stage": stage, "stage3_param_persistence_threshold": 0, **section}})[0]
+    return small.engine_of(stage, Model(sizes), lr=0.01, **section)
 
 
 def rows() -> Tensor:

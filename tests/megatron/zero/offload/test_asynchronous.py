@@ -17,7 +17,6 @@ import torch
 from torch import Tensor
 
 from megatron.errors import ConfigError, NumericsError
-from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero import GatheredParameters
 from megatron.zero.api.engine import Engine
 from megatron.zero.engine import ZeroEngine
@@ -31,7 +30,7 @@ from tests.distributed import on_ranks
 from tests.late_copy_streams import LateCopyStream, late_copy_streams
 from tests.late_wire import late_wire
 from tests.megatron.zero.offload.test_equal import ROWS, alike, batches, outcome, storages, train
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss, weights
+from tests.megatron.zero.run import built, configure_gpt2, gpt2_engine, gpt2_loss, weights
 from tests.wires import accelerator_side
 from tests.without_waits import Place, waits, without
 
@@ -130,8 +129,8 @@ STEPS, RATE = 6, 2e-3
 DELAYED = {"offload_optimizer_device": "cpu", "delayed_param_update": True, "sub_group_size": 3072}
 
 
-def built(world: int, **settings: Any) -> ZeroEngine:
-    return gpt2_engine(configure_gpt2(batch_size=ROWS // world, global_batch_size=ROWS, **settings), groups.build(1))
+def core_of(world: int, **settings: Any) -> ZeroEngine:
+    return built(configure_gpt2(batch_size=ROWS // world, global_batch_size=ROWS, **settings)).core
 
 
 def lagging(engine: ZeroEngine, rows: Tensor) -> list[float]:
@@ -167,9 +166,9 @@ def test_gradients_are_of_the_weights_one_step_before(rank: int, world: int, sta
     """The last step's weights are published while those of the step before are still on their way."""
     rows = batches(STEPS)
     with accelerator_side(), late_copy_streams(), late_wire():
-        exact = built(world, zero_stage=1, optimizer=optimizer)
+        exact = core_of(world, zero_stage=1, optimizer=optimizer)
         wanted = lagging(exact, rows)
-        engine = built(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
+        engine = core_of(world, zero_stage=stage, optimizer=optimizer, **DELAYED)
         assert isinstance(engine.update, DelayedOptimizerUpdate)
         assert train(engine, rows)[::2] == wanted
         engine.finish_step()
@@ -182,7 +181,7 @@ def test_whoever_needs_the_weights_gets_those_of_the_last_step(rank: int, world:
     rows = batches(8)
     with accelerator_side(), late_copy_streams():
         for stage in (2, 3):
-            engine = built(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
+            engine = core_of(world, zero_stage=stage, offload_param_device="cpu" if stage == 3 else "none", **DELAYED)
             train(engine, rows[:2])
             assert engine.update.running is not None
             weight = engine.module.wpe.weight
@@ -256,17 +255,15 @@ def test_a_resumed_run_goes_on_as_the_saved_one(rank: int, world: int, tmp_path:
 
 
 def engine_of(world: int, **settings: Any) -> Engine:
-    grid = groups.build(1)
-    config = configure_gpt2(**{"zero_stage": 2, "bf16": True, "batch_size": ROWS // world, "global_batch_size": ROWS,
-                               **DELAYED, **settings})
-    return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
+    return built(configure_gpt2(**{"zero_stage": 2, "bf16": True, "batch_size": ROWS // world,
+                                   "global_batch_size": ROWS, **DELAYED, **settings}))
 
 
 @on_ranks(1)
 def test_an_update_that_fails_is_told(rank: int, world: int) -> None:
     rows = batches(3)
     with accelerator_side():
-        engine = built(world, zero_stage=1, **DELAYED)
+        engine = core_of(world, zero_stage=1, **DELAYED)
         train(engine, rows[:1])
         engine.finish_step()
         with patch.object(engine.rule, "step", side_effect=MemoryError("no room")):

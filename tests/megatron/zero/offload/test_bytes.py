@@ -17,7 +17,6 @@ from torch import nn
 
 from megatron import zero
 from megatron.config.tree import Config, build_config
-from megatron.train.build import engine as build_engine, model as build_model
 from megatron.zero.api.engine import Engine
 from megatron.zero.engine import ZeroEngine
 from megatron.zero.offload.chunk_sizes import CHUNK_ALIGNMENT
@@ -26,8 +25,9 @@ from mpu import groups
 from tests.covering import pairs
 from tests.distributed import on_ranks, run_ranks
 from tests.late_copy_streams import late_copy_streams
-from tests.megatron.zero.offload.test_equal import PRECISIONS, batches, everywhere, on_nvme, storages, train
-from tests.megatron.zero.run import configure_gpt2, gpt2_engine, gpt2_loss
+from tests.megatron.zero.offload.test_equal import (PRECISIONS, batches, everywhere, on_nvme, on_params, storages,
+                                                    train)
+from tests.megatron.zero.run import built, configure_gpt2, gpt2_engine, gpt2_loss
 from tests.wires import accelerator_side
 
 NOTHING_STAYS = {"stage3_max_reuse_distance": 0, "offload_param_buffer_size": 2048}
@@ -148,24 +148,12 @@ M_MMAP_THRESHOLD = -3
 LENGTH = 32
 
 
-def settings(home: str, folder: Path, size: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    if home != "none":
-        found |= on_nvme("optimizer", folder)
-    if home == "both":
-        found |= {**on_nvme("param", folder), "offload_param_max_in_cpu": 0, "offload_param_buffer_count": 4,
-                  "offload_param_buffer_size": size}
-    return found
-
-
-def configured(shape: dict[str, Any], stage: int, home: str, folder: Path, **more: Any) -> Config:
+def configured(shape: dict[str, Any], stage: int, home: str, folder: Path) -> Config:
+    optimizer = on_nvme("optimizer", folder)
+    params = {**on_params(folder, shape["sub_group_size"]), "offload_param_buffer_count": 4}
+    homes = {"none": {}, "optimizer": optimizer, "both": {**optimizer, **params}}
     return build_config({**shape, "attention_dropout": 0.0, "hidden_dropout": 0.0, "zero_stage": stage,
-                         "batch_size": 1, **settings(home, folder, shape["sub_group_size"]), **more})
-
-
-def built(config: Config) -> Engine:
-    grid = groups.build(1)
-    return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
+                         "batch_size": 1, **homes[home]})
 
 
 def one_step(engine: Engine) -> None:
@@ -240,13 +228,9 @@ def taken_over(rank: int, world: int, folder: Path, waits: str | None) -> dict[s
     return {name: most / (24 << 22) for name, most in found.items()}
 
 
-def test_a_plain_model_goes_to_a_drive_piece_by_piece(tmp_path: Path) -> None:
-    (found,) = run_ranks(taken_over, 1, tmp_path, None)
-    assert found["take over"] < 1 / 3
-
-
-@pytest.mark.parametrize(("world", "waits"), [(2, "cpu"), (1, "nvme")])
-def test_a_model_of_zero_init_never_stands_whole(tmp_path: Path, world: int, waits: str) -> None:
+@pytest.mark.parametrize("world, waits, build, take_over", [
+    (1, None, 2, 1 / 3), (2, "cpu", 1 / 2 + 1 / 4, 1 / 2), (1, "nvme", 1 / 2, 1 / 2)])
+def test_a_model_of_zero_init_never_stands_whole_and_a_plain_one_goes_to_a_drive_piece_by_piece(
+        tmp_path: Path, world: int, waits: str | None, build: float, take_over: float) -> None:
     for found in run_ranks(taken_over, world, tmp_path, waits):
-        assert found["build"] < (1 / 2 if waits == "nvme" else 1 / world + 1 / 4), found
-        assert found["take over"] < 1 / 2, found
+        assert found["build"] < build and found["take over"] < take_over, found

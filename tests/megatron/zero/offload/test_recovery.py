@@ -23,7 +23,8 @@ from megatron.zero.utils import safe_set_full_optimizer_state
 from mpu import groups
 from tests.megatron.zero.offload.swap_files import content_of, open_swap_files
 from tests.megatron.zero.offload.test_equal import alike, batches, outcome, train
-from tests.megatron.zero.offload.test_use import built, configured
+from tests.megatron.zero.offload.test_use import configured
+from tests.megatron.zero.run import built
 
 
 def on_drive(folder: Path, **cell: Any) -> Engine:
@@ -104,23 +105,23 @@ def test_weights_that_could_not_be_read_are_not_there(tmp_path: Path, failing: l
 # ---- recovery -------------------------------------------------------------------------------------------------------
 
 
-def resumed(folder: Path, saved: Path, rows: torch.Tensor, **cell: bool) -> list[object]:
-    engine = built(configured(folder, **cell))
-    engine.load_checkpoint(saved)
-    found = outcome(engine.core, rows)
-    engine.destroy()
-    return found
+def saved_engine(folder: Path, **cell: bool) -> tuple[Engine, torch.Tensor, list[object]]:
+    """One that has trained and saved to `folder / "saved"`; more batches, and what another makes of them from there."""
+    (folder / "drive").mkdir()
+    rows = batches(5)
+    engine, other = (built(configured(folder / "drive", **cell)) for _ in range(2))
+    train(engine.core, rows[:2])
+    engine.save_checkpoint(folder / "saved")
+    other.load_checkpoint(folder / "saved")
+    expected = outcome(other.core, rows[2:])
+    other.destroy()
+    return engine, rows[2:], expected
 
 
 @pytest.mark.parametrize("bf16", [False, True])
 def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path: Path, full: list[int],
                                                                         bf16: bool) -> None:
-    (tmp_path / "drive").mkdir()
-    rows = batches(5)
-    engine = built(configured(tmp_path / "drive", bf16=bf16))
-    train(engine.core, rows[:2])
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:], bf16=bf16)
+    engine, rows, expected = saved_engine(tmp_path, bf16=bf16)
 
     def load() -> None:
         engine.load_checkpoint(tmp_path / "saved")
@@ -138,7 +139,7 @@ def test_once_a_full_drive_has_room_again_a_load_makes_everything_whole(tmp_path
         assert not (tmp_path / "bad" / "latest").exists()
         full[0] = -1
         load()
-        assert alike(outcome(engine.core, rows[2:]), expected)
+        assert alike(outcome(engine.core, rows), expected)
     engine.destroy()
 
 
@@ -156,12 +157,7 @@ def put_moments(engine: Engine) -> None:
 @pytest.mark.parametrize("change", [edit, put_moments])
 def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, failing: list[int],
                                                      change: Callable[[Engine], None]) -> None:
-    (tmp_path / "drive").mkdir()
-    rows = batches(4)
-    engine = built(configured(tmp_path / "drive"))
-    train(engine.core, rows[:2])
-    engine.save_checkpoint(tmp_path / "saved")
-    expected = resumed(tmp_path / "drive", tmp_path / "saved", rows[2:])
+    engine, rows, expected = saved_engine(tmp_path)
     failing[0] = -1
     change(engine)
     reads, broken = -1 - failing[0], []
@@ -177,7 +173,7 @@ def test_what_is_changed_by_hand_half_way_is_no_base(tmp_path: Path, failing: li
                 with pytest.raises(ConfigError, match="ended half way.*load"):
                     go_on()
         engine.load_checkpoint(tmp_path / "saved")
-        assert alike(outcome(engine.core, rows[2:]), expected)
+        assert alike(outcome(engine.core, rows), expected)
     assert any(broken)
     engine.destroy()
 

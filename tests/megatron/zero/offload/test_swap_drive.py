@@ -178,17 +178,20 @@ def test_bytes_that_were_not_written_are_not_read(make_file: MakeFile) -> None:
         content(file, 5, SIZES[5])
 
 
-def without_direct_io(path: Any, flags: int, *args: Any, **named: Any) -> int:
-    if flags & os.O_DIRECT:
-        raise OSError(errno.EINVAL, os.strerror(errno.EINVAL))
-    return os_open(path, flags, *args, **named)
+def without(flag: int, number: int) -> Callable[..., int]:
+    """`os.open`, which fails with this flag."""
+    def open_file(path: Any, flags: int, *args: Any, **named: Any) -> int:
+        if flags & flag == flag:
+            raise OSError(number, os.strerror(number))
+        return os_open(path, flags, *args, **named)
+    return open_file
 
 
 os_open, pwritev, preadv = os.open, os.pwritev, os.preadv
 
 
 @pytest.mark.parametrize("patches", [
-    {"open": without_direct_io}, {"posix_fallocate": fail_with(errno.EOPNOTSUPP)},
+    {"open": without(os.O_DIRECT, errno.EINVAL)}, {"posix_fallocate": fail_with(errno.EOPNOTSUPP)},
     {"pwritev": lambda fd, parts, at: pwritev(fd, [parts[0][:PAGE_SIZE + 300]], at),
      "preadv": lambda fd, parts, at: preadv(fd, [parts[0][:700]], at)}],
     ids=["no O_DIRECT", "no reservation", "short calls"])
@@ -247,13 +250,8 @@ def test_a_closed_file_is_gone_and_takes_no_request(make_file: MakeFile, tmp_pat
 @pytest.mark.parametrize("has_tmpfile", [True, False])
 def test_a_file_has_no_name_and_no_other_user_reads_it(
         has_tmpfile: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def without_tmpfile(path: Any, flags: int, *more: Any, **named: Any) -> int:
-        if flags & os.O_TMPFILE == os.O_TMPFILE:
-            raise OSError(errno.EOPNOTSUPP, os.strerror(errno.EOPNOTSUPP))
-        return os_open(path, flags, *more, **named)
-
     if not has_tmpfile:  # as on NFS
-        monkeypatch.setattr(os, "open", without_tmpfile)
+        monkeypatch.setattr(os, "open", without(os.O_TMPFILE, errno.EOPNOTSUPP))
     file = AsyncSwapFile(SwapDrive(tmp_path, flag=FLAG), "state", [PAGE_SIZE])
     status = os.fstat(file.file.descriptor)
     assert status.st_mode & 0o777 == 0o600 and status.st_nlink == 0 and len(open_swap_files(tmp_path)) == 1
@@ -261,22 +259,19 @@ def test_a_file_has_no_name_and_no_other_user_reads_it(
     assert open_swap_files(tmp_path) == []
 
 
-@pytest.mark.parametrize("number, remedy", [
-    (errno.EACCES, "Permission denied; make it writable, or"), (errno.EPERM, "its file system takes no new"),
-    (errno.ENOSPC, "No space left on device, .* free; free space, or"), (errno.EIO, "Input/output error; check")])
+@pytest.mark.parametrize("path, number, error, said", [
+    ("", errno.EACCES, StorageError, "cannot write there: Permission denied; make it writable, or"),
+    ("", errno.EPERM, StorageError, "cannot write there: its file system takes no new"),
+    ("", errno.ENOSPC, StorageError, "cannot write there: No space left on device, .* free; free space, or"),
+    ("", errno.EIO, StorageError, "cannot write there: Input/output error; check"),
+    ("nowhere", 0, ConfigError, "there is no such folder"), ("file", 0, ConfigError, "expected a folder, found a file"),
+    ("/proc", 0, StorageError, "cannot write there: its file system takes no new files; choose a folder on a drive")])
 def test_a_folder_that_cannot_be_written_is_named_with_its_flag(
-        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, number: int, remedy: str) -> None:
-    monkeypatch.setattr(os, "open", fail_with(number))  # root may write anywhere
-    with pytest.raises(StorageError, match=f"{FLAG} {tmp_path}: cannot write there: {remedy}"):
-        SwapDrive(tmp_path, flag=FLAG)
-
-
-@pytest.mark.parametrize("path, error, said", [
-    ("nowhere", ConfigError, "there is no such folder"), ("file", ConfigError, "expected a folder, found a file"),
-    ("/proc", StorageError, "cannot write there: its file system takes no new files; choose a folder on a drive")])
-def test_a_path_that_is_no_folder_of_a_drive_is_refused(tmp_path: Path, path: str, error: type[Exception],
-                                                        said: str) -> None:
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch, path: str, number: int, error: type[Exception],
+        said: str) -> None:
     (tmp_path / "file").write_text("")
+    if number:
+        monkeypatch.setattr(os, "open", fail_with(number))  # root may write anywhere
     with pytest.raises(error, match=f"{FLAG} {tmp_path / path}: {said}"):
         SwapDrive(tmp_path / path, flag=FLAG)
 

@@ -24,15 +24,10 @@ from tests.distributed import on_ranks
 from tests.late_copy_streams import late_copy_streams
 from tests.megatron.zero.offload.test_equal import (PRECISIONS, alike, batches, everywhere, on_nvme, on_params, on_side,
                                                     outcome, storages, train)
-from tests.megatron.zero.run import configure_gpt2
+from tests.megatron.zero.run import built, configure_gpt2
 from tests.wires import accelerator_side
 
 Change = Callable[[Engine], None]
-
-
-def built(config: Config) -> Engine:
-    grid = groups.build(config.parallel.model_parallel_size)
-    return build_engine(config, build_model(config, grid), grid, torch.device("cpu"))
 
 
 def configured(folder: Path | None, **cell: Any) -> Config:
@@ -123,10 +118,6 @@ CELLS = {"stage 2 fp32": {"zero_stage": 2, "batch_size": 2},
          "stage 3 bf16": {"zero_stage": 3, "batch_size": 2, **PRECISIONS["bf16"]}}
 
 
-def engine_at(cell: dict[str, Any], home: dict[str, Any]) -> Engine:
-    return built(configure_gpt2(**cell, **home))
-
-
 def storages_of(folder: Path, stage: int, side: bool) -> dict[str, dict[str, Any]]:
     return storages(folder, stage, 0, True) if side else {"nvme": everywhere(folder, stage)}
 
@@ -139,10 +130,10 @@ def test_a_run_moves_through_all_homes(rank: int, world: int, tmp_path: Path, ce
         ways = ways if side else [*ways[:-1], *ways[1:]]  # also from a drive to a drive
         (tmp_path / "drive").mkdir(exist_ok=True)
         rows = batches(2 + 2 * 9)
-        stayed = outcome(engine_at(CELLS[cell], {}).core, rows)
+        stayed = outcome(built(configure_gpt2(**CELLS[cell])).core, rows)
         losses: list[float] = []
         for number, home in enumerate(ways):
-            engine = engine_at(CELLS[cell], home)
+            engine = built(configure_gpt2(**CELLS[cell], **home))
             if number:
                 engine.load_checkpoint(tmp_path / str(number - 1))
             if number + 1 == len(ways):
@@ -161,7 +152,7 @@ def test_what_is_changed_by_hand_lasts(rank: int, world: int, tmp_path: Path, ch
     rows, ends = batches(5), {}
     with on_side(side):
         for name, home in {"stays": {}, **storages_of(tmp_path, CELLS[cell]["zero_stage"], side)}.items():
-            engine = engine_at(CELLS[cell], home)
+            engine = built(configure_gpt2(**CELLS[cell], **home))
             train(engine.core, rows[:2])
             change(engine)
             ends[name] = outcome(engine.core, rows[2:])
@@ -206,9 +197,8 @@ def test_the_ratio_is_that_of_whole_buckets_and_the_plan_knows_which(tmp_path: P
                            "bf16": True, "seq_length": 16, "max_position_embeddings": 16, "batch_size": 1,
                            "zero_stage": stage,
                            "stage3_param_persistence_threshold": 100, "offload_optimizer_ratio": ratio, **where})
-    grid = groups.build(1)
     with accelerator_side(), late_copy_streams():
-        core = build_engine(config, build_model(config, grid), grid, torch.device("cpu")).core
+        core = built(config).core
         away = [bucket for bucket in core.buckets
                 if bucket.storage is core.engine_storage.optimizer and bucket.storage.location is not Location.DEVICE]
         run = PlannedRun(config, 1, "cuda")
