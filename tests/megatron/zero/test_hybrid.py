@@ -45,7 +45,7 @@ def test_sums_over_groups_are_rounded_to_16_bits_once(rank: int, world: int) -> 
     flat, parts = found
     shared = flat.keys() & parts.keys()
     # fp32 sums in another order are rarely on the other side of a border between two 16-bit numbers
-    assert len(shared) > 100 or rank in (1, 2), "of these two ranks the quarter is no part of their half"
+    assert len(shared) > 100 or rank, "other ranks have another quarter than half, or share less"
     assert sum(flat[key] != parts[key] for key in shared) <= len(shared) / 50
 
 
