@@ -104,7 +104,8 @@ def recomputation(config: Config, groups: Groups) -> Recomputation:
     section = config.recompute
     # with sequence parallelism an input is a share already, another on each rank
     split_over = SOLO if config.parallel.sequence_parallel else groups.tp
-    return Recomputation(replace(section, number_checkpoints=section.number_checkpoints or config.chunks), split_over)
+    return Recomputation(replace(section, recompute_granularity="full",  # selective recomputation does not use it
+                                 number_checkpoints=section.number_checkpoints or config.chunks), split_over)
 
 
 def model(config: Config, groups: Groups, recompute_runner: Recomputation | None = None) -> GPT2:
