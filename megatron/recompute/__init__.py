@@ -14,6 +14,5 @@ from megatron.recompute.selective import recompute_selectively
 __all__ = [
     "Recomputation", "checkpoint", "configure", "get_cuda_rng_tracker", "in_chunks", "is_configured",
     "model_parallel_cuda_manual_seed", "model_parallel_reconfigure_tp_seed", "non_reentrant_checkpoint", "notes",
-    "partition_activations_in_checkpoint", "report", "recompute_selectively", "report",
-    "reset", "set_num_layers",
+    "partition_activations_in_checkpoint", "recompute_selectively", "report", "reset", "set_num_layers",
 ]
