@@ -15,8 +15,10 @@ import re
 import signal
 import sys
 import threading
+import tomllib
 import traceback
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from types import FrameType
 from typing import Any, NoReturn
 
@@ -80,6 +82,36 @@ class StrictArgumentParser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         message = re.sub(r"^argument (--[\w-]+)(?:/--[\w-]+)*:", r"\1:", message)  # the first of its names
         raise self._usage_error(f"{message}; see {self.prog} --help")
+
+
+def parse_config_file(path: Path) -> dict[str, Any]:
+    """Name -> value of a .toml or .yaml file; raises a UsageError that does not name the file."""
+    is_toml = path.suffix == ".toml"
+    try:
+        text = path.read_text("utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
+    try:
+        settings = tomllib.loads(text) if is_toml else _parse_yaml(text)
+    except ValueError as error:  # tomllib's is one
+        raise UsageError(f"no valid {'TOML' if is_toml else 'YAML'}: {' '.join(str(error).split())}") from None
+    if not isinstance(settings, dict):
+        raise UsageError("expected names and values, as in `lr: 6e-4`")
+    return settings
+
+
+def _parse_yaml(text: str) -> Any:
+    import yaml  # here, since --help needs no package
+
+    try:
+        node = yaml.compose(text, yaml.SafeLoader)
+        settings = yaml.safe_load(text) or {}
+    except yaml.YAMLError as error:
+        raise ValueError(error) from None
+    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
+    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:  # YAML would keep the last
+        raise UsageError(f"{', '.join(twice)} is given twice; keep one")
+    return settings
 
 
 def positive(text: str) -> int:

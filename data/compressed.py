@@ -17,7 +17,7 @@ from contextlib import contextmanager, suppress
 from functools import partial
 from typing import Any, cast
 
-from data.storage import DataError
+from data.storage import DataError, open_binary
 
 COMPRESSED_SUFFIXES = (".gz", ".xz", ".zst")
 
@@ -167,7 +167,7 @@ class DecompressedFile(io.BufferedReader):
 @contextmanager
 def open_decompressed(path: str, *, until_damage: bool = False) -> Iterator[DecompressedFile]:
     """Open a file, decompressed according to its name. `until_damage`: damage is its end, and not an error."""
-    with open(path, "rb", buffering=0) as file:
+    with open_binary(path) as file:
         readable = cast(io.RawIOBase, file)
         if is_compressed(path):
             new_decompressor, padding_unit = DECOMPRESSORS[path[path.rindex("."):].lower()]

@@ -20,6 +20,7 @@ import json
 import os
 import struct
 import weakref
+from bisect import bisect_right
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cached_property
@@ -28,7 +29,6 @@ from typing import Any, TypeVar, final, get_type_hints
 import numpy as np
 from numpy.typing import NDArray
 
-from data.sampling import index_dtype
 from data.storage import READ_BYTES, DataError, check_is_rereadable, crc32, is_still_at
 
 T = TypeVar("T")
@@ -185,34 +185,36 @@ BLOCK_ENTRIES = 1 << 20  # tokens processed at a time in a full scan, to bound m
 SCAN_LIMIT_TOKENS = 1 << 28
 
 
-def corpus_identity(index: StableFile, tokens: StableFile) -> str:
+def corpus_identity(index_crc: int, tokens: StableFile) -> str:
     """8 hexadecimal digits for the index, and 8 for the tokens."""
     # The tokens may be large: evenly spaced samples, including both ends.
     length = min(SAMPLED_BYTES, tokens.size)
     crc = crc32(tokens.size.to_bytes(8, "little"))
     for at in sorted({(tokens.size - length) * place // (SAMPLED_PLACES - 1) for place in range(SAMPLED_PLACES)}):
         crc = crc32(tokens.read(at, length, "u1").data, crc)
-    return f"{index.checksum():08x}{crc:08x}"
+    return f"{index_crc:08x}{crc:08x}"
 
 
 class IndexedCorpus:
-    """A read-only corpus. Opening it checks everything but the token values."""
+    """A read-only corpus. Opening it reads the index once and checks everything but the token values. Its memory does
+    not depend on the number of documents."""
 
     def __init__(self, prefix: str | os.PathLike[str]) -> None:
         self.prefix = os.fspath(prefix)
         self._index, self._name = self._open(".idx"), f"{self.prefix}.idx"
         first = self._index.read(0, min(INDEX_HEADER.size, self._index.size), "u1").tobytes()
-        self.dtype, sequences, boundaries = parse_index_header(first, self._index.size, self._name)
+        self.dtype, self._num_sequences, boundaries = parse_index_header(first, self._index.size, self._name)
         self._bin = self._open(".bin")
-        self._starts = self._read_index(sequences, boundaries)
-        self.num_tokens = int(self._starts[-1])
-        self.num_documents = boundaries - 1
+        self.num_tokens, self.num_documents = self._bin.size // self.dtype.itemsize, boundaries - 1
+        self._pointers_at = INDEX_HEADER.size + 4 * self._num_sequences
+        self._documents_at = self._pointers_at + 8 * self._num_sequences
+        self._identity = corpus_identity(self._check_index(), self._bin)
         self.facts = read_corpus_facts(f"{self.prefix}.json")
         self.tokenizer = self.facts.tokenizer if self.facts else None
         # A writer removes the old index before it changes the tokens.
         if not is_still_at(self._index.descriptor, self._name):
             raise DataError(f"{self._name}: was replaced while the corpus was opened; start again")
-        if self.facts and (found := corpus_identity(self._index, self._bin)) != (identity := self.facts.identity):
+        if self.facts and (found := self._identity) != (identity := self.facts.identity):
             suffix = ".idx" if found[:8] != identity[:8] else ".bin"
             raise DataError(f"{self.prefix}{suffix}: not the one that {self.prefix}.json was written with (identity: "
                             f"expected {identity}, found {found}): damaged, or of another corpus; copy all three files "
@@ -234,49 +236,74 @@ class IndexedCorpus:
             raise DataError(f"{path}: size: the file is empty")
         return file
 
-    def _read_index(self, sequences: int, boundaries: int) -> NDArray[np.int64]:
-        """[documents + 1]: first token of each document, then the end. Compares all numbers with the files."""
-        lengths = self._index.read(INDEX_HEADER.size, sequences, "<i4")
-        if (lengths < 0).any():
-            where = int((lengths < 0).argmax())
-            raise DataError(f"{self._name}: lengths[{where}]: expected 0 or more, found {lengths[where]}")
-        starts = np.zeros(sequences + 1, np.int64)
-        np.cumsum(lengths, dtype=np.int64, out=starts[1:])
-        expected = int(starts[-1]) * self.dtype.itemsize
+    def _index_blocks(self, offset: int, count: int, dtype: str) -> Iterator[tuple[int, NDArray[Any]]]:
+        """(number of the first value, block) over `count` values of the index from byte `offset` on."""
+        size = np.dtype(dtype).itemsize
+        for at in range(0, count, BLOCK_ENTRIES):
+            yield at, self._index.read(offset + size * at, min(BLOCK_ENTRIES, count - at), dtype)
+
+    def _check_index(self) -> int:
+        """Compare all numbers of the index with each other and with .bin; returns the CRC-32 of the index."""
+        sequences, boundaries, itemsize = self._num_sequences, self.num_documents + 1, self.dtype.itemsize
+        crc, expected = crc32(self._index.read(0, INDEX_HEADER.size, "u1").data), 0
+        for at, lengths in self._index_blocks(INDEX_HEADER.size, sequences, "<i4"):
+            crc = crc32(lengths.data, crc)
+            if lengths.min() < 0:
+                where = int((lengths < 0).argmax())
+                raise DataError(f"{self._name}: lengths[{at + where}]: expected 0 or more, found {lengths[where]}")
+            expected += int(lengths.sum(dtype=np.int64)) * itemsize
         if self._bin.size != expected:
             raise DataError(f"{self.prefix}.bin: size: the index says {expected} bytes, found {self._bin.size}")
-        pointers = self._index.read(INDEX_HEADER.size + 4 * sequences, sequences, "<i8")
-        offsets = starts[:-1] * self.dtype.itemsize
-        if (pointers != offsets).any():
-            where = int((pointers != offsets).argmax())
-            raise DataError(f"{self._name}: pointers[{where}]: expected {offsets[where]} (the lengths before it), "
-                            f"found {pointers[where]}")
-        documents = self._index.read(INDEX_HEADER.size + 12 * sequences, boundaries, "<i8")
-        if documents[0] != 0 or documents[-1] != sequences:
-            raise DataError(f"{self._name}: documents: expected 0 to {sequences}, "
-                            f"found {documents[0]} to {documents[-1]}")
-        if (documents[1:] < documents[:-1]).any():
-            where = int((documents[1:] < documents[:-1]).argmax())
-            raise DataError(f"{self._name}: documents[{where + 1}]: expected at least {documents[where]}, "
-                            f"found {documents[where + 1]}")
-        first_tokens: NDArray[np.int64] = starts[documents]
-        return first_tokens
+        end = 0
+        for at, pointers in self._index_blocks(self._pointers_at, sequences, "<i8"):
+            crc = crc32(pointers.data, crc)
+            sizes = self._index.read(INDEX_HEADER.size + 4 * at, len(pointers), "<i4").astype(np.int64) * itemsize
+            ends = end + np.cumsum(sizes)
+            wrong = pointers != ends - sizes
+            if wrong.any():
+                where = int(wrong.argmax())
+                raise DataError(f"{self._name}: pointers[{at + where}]: expected {ends[where] - sizes[where]} (the "
+                                f"lengths before it), found {pointers[where]}")
+            end = int(ends[-1])
+        first, last = (int(self._index.read(self._documents_at + 8 * number, 1, "<i8")[0])
+                       for number in (0, self.num_documents))
+        if first != 0 or last != sequences:
+            raise DataError(f"{self._name}: documents: expected 0 to {sequences}, found {first} to {last}")
+        for at, documents in self._index_blocks(self._documents_at, boundaries, "<i8"):
+            crc = crc32(documents.data, crc)
+            before = np.concatenate([[first], documents[:-1]])
+            if (documents < before).any():
+                where = int((documents < before).argmax())
+                raise DataError(f"{self._name}: documents[{at + where}]: expected at least {before[where]}, "
+                                f"found {documents[where]}")
+            first = int(documents[-1])
+        modes_at = self._documents_at + 8 * boundaries
+        for _, modes in self._index_blocks(modes_at, self._index.size - modes_at, "u1"):
+            crc = crc32(modes.data, crc)
+        return crc
 
-    @cached_property
-    def sizes(self) -> NDArray[np.integer]:
-        """[documents]: tokens of each document."""
-        sizes = np.diff(self._starts)
-        return sizes.astype(index_dtype(int(sizes.max())))
+    def first_tokens(self, first: int, last: int) -> NDArray[np.int64]:
+        """[last - first + 1]: first token of each document from `first` to `last`; the number of tokens stands for the
+        document after the last one."""
+        sequences = self._index.read(self._documents_at + 8 * first, last - first + 1, "<i8")
+        low, high = int(sequences[0]), int(sequences[-1])
+        pointers = self._index.read(self._pointers_at + 8 * low, min(high + 1, self._num_sequences) - low, "<i8")
+        found: NDArray[np.int64] = np.append(pointers, self._bin.size)[sequences - low] // self.dtype.itemsize
+        return found
+
+    def first_token(self, number: int) -> int:
+        """First token of a document; of one after the last, the end."""
+        return int(self.first_tokens(number, number)[0])
 
     def document(self, number: int, start: int = 0, stop: int | None = None) -> NDArray[Any]:
         """Ids [start, stop) of one document, clipped to it like a slice."""
         if not 0 <= number < self.num_documents:
             raise IndexError(f"document {number} of {self.num_documents}")
-        first, end = int(self._starts[number]), int(self._starts[number + 1])
+        first, end = map(int, self.first_tokens(number, number + 1))
         chosen = range(first, end)[start:stop]
-        return self._read_tokens(chosen.start, chosen.stop)
+        return self.read_tokens(chosen.start, chosen.stop)
 
-    def _read_tokens(self, first: int, stop: int) -> NDArray[Any]:
+    def read_tokens(self, first: int, stop: int) -> NDArray[Any]:
         """Tokens [first, stop) of the corpus, with slice semantics."""
         first, stop, _ = slice(first, stop).indices(self.num_tokens)
         return self._bin.read(first * self.dtype.itemsize, max(0, stop - first), self.dtype)
@@ -285,16 +312,16 @@ class IndexedCorpus:
     def fingerprint(self) -> str:
         """Equal on every rank that opened the same corpus: a digest of the index, both ends and samples of the tokens,
         and their checksum if recorded."""
-        digest = hashlib.sha256(corpus_identity(self._index, self._bin).encode())
-        digest.update(self._read_tokens(0, BLOCK_ENTRIES).data)
-        digest.update(self._read_tokens(-min(BLOCK_ENTRIES, self.num_tokens), self.num_tokens).data)
+        digest = hashlib.sha256(self._identity.encode())
+        digest.update(self.read_tokens(0, BLOCK_ENTRIES).data)
+        digest.update(self.read_tokens(-min(BLOCK_ENTRIES, self.num_tokens), self.num_tokens).data)
         digest.update(self.facts.crc32.encode() if self.facts else b"")
         return digest.hexdigest()[:16]
 
     def token_blocks(self) -> Iterator[tuple[int, NDArray[Any]]]:
         """(number of the first token, block) over the whole corpus."""
         for at in range(0, self.num_tokens, BLOCK_ENTRIES):
-            yield at, self._read_tokens(at, at + BLOCK_ENTRIES)
+            yield at, self.read_tokens(at, at + BLOCK_ENTRIES)
 
     def scan_id_range(self) -> tuple[int, int]:
         """(smallest id, largest id), from the whole file."""
@@ -319,7 +346,7 @@ class IndexedCorpus:
             bad = (block >= vocab_size) | (block < 0)
             if bad.any():
                 where = at + int(bad.argmax())
-                number = int(np.searchsorted(self._starts, where, side="right")) - 1
-                raise DataError(f"{self.prefix}.bin: document {number}, offset {where - self._starts[number]}: "
+                number = bisect_right(range(self.num_documents), where, key=self.first_token) - 1
+                raise DataError(f"{self.prefix}.bin: document {number}, offset {where - self.first_token(number)}: "
                                 f"token id {block[bad.argmax()]} is outside the vocabulary of {vocab_size}; "
                                 "was the corpus made with another tokenizer?")

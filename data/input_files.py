@@ -16,11 +16,13 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from data.compressed import COMPRESSED_SUFFIXES, read_errors_for, strip_compression_suffix
 from data.storage import DataError, escape_to_one_line
 from data.text_files import DATASET_PREFIX
+
+Result = TypeVar("Result")
 
 STAGE_FILE = "stage.json"
 SHARD_PATTERN = re.compile(r"part-\d+\.jsonl")
@@ -38,21 +40,22 @@ def check_stage_shards(paths: Iterable[str | os.PathLike[str]]) -> None:
     check_sha256(expected)
 
 
-def check_sha256(expected: Mapping[str, str | None], workers: int | None = None) -> None:
-    """Check the SHA-256 of each path whose one is known; raises DataError."""
+def check_sha256(expected: Mapping[str, str | None],
+                 scan: Callable[[Callable[[str], str], Sequence[str]], Iterable[str]] | None = None) -> None:
+    """Check the SHA-256 of each path whose one is known; raises DataError. `scan` maps the paths (default: threads)."""
     known = {path: sha256 for path, sha256 in expected.items() if sha256 is not None}
-    for (path, wanted), found in zip(known.items(), checksum_in_threads(sha256_file, list(known), workers)):
+    for (path, wanted), found in zip(known.items(), (scan or checksum_in_threads)(sha256_file, list(known))):
         if found != wanted:
             raise DataError(f"{path}: expected content with the sha256 {wanted} ({STAGE_FILE}), found {found}: "
                             "changed or damaged since it was written; remove the folder of that stage and run its "
                             "command again")
 
 
-def checksum_in_threads(checksum: Callable[[str], str], paths: Sequence[str],
-                        workers: int | None = None) -> Iterator[str]:
+def checksum_in_threads(checksum: Callable[[str], Result], paths: Sequence[str],
+                        workers: int | None = None) -> Iterator[Result]:
     """Checksums in order, on all cores by default: other ranks may wait for them. Raises DataError. Threads are enough,
     since reading and hashing release the GIL."""
-    def checksum_of(path: str) -> str:
+    def checksum_of(path: str) -> Result:
         with read_errors_for(path):
             return checksum(path)
 

@@ -10,8 +10,10 @@ import os
 from collections.abc import Sequence
 from pathlib import Path
 
+import numpy as np
+
 from data.cli import StrictArgumentParser, run_command
-from data.indexed import IndexedCorpus
+from data.indexed import BLOCK_ENTRIES, IndexedCorpus
 from data.storage import DataError, check_outputs_are_not_inputs, crc32, make_folder
 from data.writer import CorpusWriter, corpus_files
 
@@ -30,7 +32,7 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
     make_folder(Path(out).parent)
     with CorpusWriter(out, tokenizer=first.tokenizer, dtype=first.dtype) as writer:
         del first
-        for corpus in map(IndexedCorpus, prefixes):  # one at a time: each needs eight bytes per document
+        for corpus in map(IndexedCorpus, prefixes):
             crc = 0
             for _, block in corpus.token_blocks():
                 crc = crc32(block.data, crc)
@@ -38,7 +40,9 @@ def merge_corpora(prefixes: Sequence[str | os.PathLike[str]], out: str | os.Path
             if corpus.facts and f"{crc:08x}" != corpus.facts.crc32:
                 raise DataError(f"{corpus.prefix}.bin: crc32: expected {corpus.facts.crc32} ({corpus.prefix}.json), "
                                 f"found {crc:08x}; make this corpus again")
-            writer.add_sizes(corpus.sizes)
+            for at in range(0, corpus.num_documents, BLOCK_ENTRIES):
+                starts = corpus.first_tokens(at, min(at + BLOCK_ENTRIES, corpus.num_documents))
+                writer.add_sizes(np.diff(starts))
     return f"{os.fspath(out)}: {writer.documents} documents, {writer.tokens} tokens of {len(prefixes)} corpora"
 
 

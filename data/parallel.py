@@ -32,20 +32,27 @@ def ordered_map(function: Callable[[Item], Result], items: Iterable[Item], worke
         yield from map(function, items)
         return
     # Spawned, not forked: the caller may have threads.
-    context, pending = multiprocessing.get_context("spawn"), deque[Future[Any]]()
-    with ProcessPoolExecutor(workers, context, _start_worker, (function,)) as pool:
+    with ProcessPoolExecutor(workers, multiprocessing.get_context("spawn"), _start_worker, (function,)) as pool:
         try:
-            for item in items:
-                pending.append(pool.submit(_call_worker_function, item))
-                while pending and (pending[0].done() or len(pending) > MAX_PENDING_PER_WORKER * workers):
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+            yield from ordered_results(lambda item: pool.submit(_call_worker_function, item), items,
+                                       MAX_PENDING_PER_WORKER * workers)
         except BrokenProcessPool as gone:
             raise DataError("a worker process died; out of memory, perhaps: fewer --workers need less") from gone
         finally:
             for process in list((pool._processes or {}).values()):  # also those in the middle of an item
                 process.terminate()
+
+
+def ordered_results(submit: Callable[[Item], Future[Result]], items: Iterable[Item], in_flight: int
+                    ) -> Iterator[Result]:
+    """The results of submitted items in order. While `in_flight` wait for their turn, no further item is submitted."""
+    pending = deque[Future[Result]]()
+    for item in items:
+        pending.append(submit(item))
+        while pending and (pending[0].done() or len(pending) > in_flight):
+            yield pending.popleft().result()
+    while pending:
+        yield pending.popleft().result()
 
 
 _WORKER_FUNCTION: list[Callable[[Any], Any]] = []  # of this worker process, which receives it once

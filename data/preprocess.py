@@ -123,6 +123,12 @@ def build_corpus(inputs: Iterable[str | os.PathLike[str]], prefix: str | Path, t
     return progress, progress.skipped
 
 
+def build_shard_corpus(task: tuple[str, Path, str | None], tokenizer: Tokenizer) -> None:
+    """Build the corpus of one shard, given as (path, prefix, sha256), where the last tells an engine what changed."""
+    path, prefix, _ = task
+    build_corpus([path], prefix, tokenizer)
+
+
 @dataclass
 class PreprocessProgress:
     """How far a corpus is."""

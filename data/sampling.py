@@ -1,17 +1,19 @@
 """The order of samples: pure functions of (seed, epoch, index). No files, no state.
 
-A *split* divides the documents of a corpus into train, validation and test ranges. A *permutation* orders one epoch. A
-*blend* draws from several datasets in fixed proportions. All use exact integer arithmetic, so every rank, layout and
-resumed run computes the same order.
+A *split* divides the documents of a corpus into train, validation and test ranges. A *permutation* shuffles blocks,
+documents or samples of one epoch. A *blend* draws from several datasets in fixed proportions. All use exact integer
+arithmetic, so every rank, layout and resumed run computes the same order.
 """
 
 from __future__ import annotations
 
+import struct
 from collections.abc import Sequence
 from fractions import Fraction
+from hashlib import sha256
 from heapq import heapify, heappop, heappush
 from math import gcd, lcm
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from numpy.typing import NDArray
@@ -57,17 +59,44 @@ def split_documents(shares: Sequence[Fraction], documents: int) -> list[range]:
     return [range(start, stop) for start, stop in zip(bounds, bounds[1:])]
 
 
-def epoch_permutation(n: int, seed: int, epoch: int, stream: int = 0) -> NDArray[np.integer]:
-    """A random order of 0..n-1; streams of one epoch are independent. Sorts raw bits, which numpy guarantees forever
-    (`Generator.permutation` only within a version): a resumed run must see the same order after an upgrade."""
-    bits = np.random.PCG64(np.random.SeedSequence([seed, epoch, stream])).random_raw(n)
-    order = np.argsort(bits, kind="stable")
-    return order.astype(index_dtype(n))
+Index = TypeVar("Index", int, NDArray[Any])
+
+# Eight rounds, the words of one SHA-256: four leave traces in the orders of a few elements.
+ROUND_KEYS = struct.Struct("<8I")
 
 
-def index_dtype(n: int) -> type[np.signedinteger[Any]]:
-    """The smaller of int32 and int64 that counts to n."""
-    return np.int32 if n <= np.iinfo(np.int32).max else np.int64
+class Permutation:
+    """A random order of 0..n-1 without a table: a keyed cipher of the numbers below the next power of 4, applied again
+    to results that are not below n. Equal on every machine and version of numpy: a resumed run must see the same."""
+
+    def __init__(self, n: int, *key: int | str) -> None:
+        """Different keys give independent orders."""
+        self.n, self._keys = n, ROUND_KEYS.unpack(sha256(repr(key).encode()).digest())
+        self._half_bits = ((n - 1).bit_length() + 1) // 2
+
+    def __getitem__(self, index: int) -> int:
+        index = self._encipher(index)
+        while index >= self.n:
+            index = self._encipher(index)
+        return index
+
+    def to_array(self) -> IntArray:
+        """All elements, of at most 2**32."""
+        order = self._encipher(np.arange(self.n, dtype=np.uint32))
+        while len(outside := np.flatnonzero(order >= self.n)):
+            order[outside] = self._encipher(order[outside])
+        return order.astype(np.int64)
+
+    def _encipher(self, index: Index) -> Index:
+        """A balanced Feistel network. Its round function is MurmurHash3's of 32 bits, in which arrays overflow alike.
+        """
+        bits, mask = self._half_bits, (1 << self._half_bits) - 1
+        left, right = index >> bits, index & mask
+        for key in self._keys:
+            mixed = (right ^ key) * 0x85EBCA6B & 0xFFFFFFFF
+            mixed = (mixed ^ mixed >> 13) * 0xC2B2AE35 & 0xFFFFFFFF
+            left, right = right, left ^ (mixed ^ mixed >> 16) & mask
+        return left << bits | right
 
 
 class Blend:

@@ -3,7 +3,8 @@
 A source is the prefix of a corpus, a text file or folder, a `.bin` file of nanoGPT or llm.c, `hf:` and a dataset, or
 `default` or `webtext`. Sources that are not a corpus are converted once and kept in `--data-cache-path` (or
 `SOURCE.cache/`), under a digest of paths, sizes, times, tokenizer and read options; one process builds, the others
-wait. Several sources are blended by weight or size. `--split` cuts every training source by documents.
+wait. Several sources are blended by weight or size; a mixture file lists them (`data.mix`). `--split` cuts every
+training source by documents.
 """
 
 from __future__ import annotations
@@ -14,7 +15,9 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from fractions import Fraction
+from math import ceil
 from pathlib import Path
+from typing import NamedTuple
 
 from data.cli import format_count
 from data.default_corpus import DEFAULT_FOLDER
@@ -23,31 +26,87 @@ from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.input_files import KIND_OF_SUFFIX, InputFiles, find_text_files, kind_of
 from data.preprocess import TextReadOptions, build_corpus
-from data.sampling import PARTS, parse_number, parse_split, split_documents
+from data.sampling import PARTS, integer_weights, parse_number, parse_split, split_documents
 from data.storage import (DataError, UsageError, change_detector, check_is_file, check_is_rereadable, content_digest,
                           escape_to_one_line, file_stamp, make_folder, prefix_data_errors, prefix_storage_errors,
-                          wait_for_lock)
+                          read_flag_text, wait_for_lock)
 from data.text_files import DATASET_PREFIX, HuggingFaceDataset, Separator, check_datasets_package
 from data.tokenizer import Tokenizer
 
 
-def parse_sources(words: Sequence[str], flag: str) -> list[tuple[str, Fraction | None]]:
-    """(name, weight) of each source in `weight name weight name ...`, or in names only (weight None)."""
+class Source(NamedTuple):
+    """A source of a blend."""
+
+    name: str
+    weight: Fraction | None = None  # None: in proportion to its size
+    max_epochs: Fraction | None = None  # how often a run may read it; None: any number
+
+
+MIXTURE_SUFFIXES = (".yaml", ".yml")
+
+
+def parse_sources(words: Sequence[str], flag: str) -> list[Source]:
+    """The sources in `weight name weight name ...`, in names only, or in a mixture file."""
+    if len(words) == 1 and words[0].endswith(MIXTURE_SUFFIXES):
+        return _read_mixture(words[0], flag)
     weights = [parse_number(word) for word in words[::2]]
     if len(words) < 2 or not any(weight is not None for weight in weights):
-        return [(word, None) for word in words]
+        return [Source(word) for word in words]
     for word, weight in zip(words[::2], weights):
         if weight is not None and _source_exists(word):
             raise DataError(f"{flag} {' '.join(words)}: {word} is a weight here, but something of this name is there; "
                             f"write ./{word} for what is there, or +{word} for the weight")
     if len(words) % 2 or not all(weight is not None and weight > 0 for weight in weights):
         raise DataError(f"{flag} {' '.join(words)}: expected weight and name in turn, every weight greater than 0")
-    return list(zip(words[1::2], weights))
+    return list(map(Source, words[1::2], weights))
+
+
+def _read_mixture(path: str, flag: str) -> list[Source]:
+    import yaml  # here, since only this needs the package
+
+    try:
+        content = yaml.safe_load(read_flag_text(path, flag))
+        rows = content.pop("sources")
+        if content:
+            raise ValueError(f"unknown: {', '.join(map(str, content))}")
+        sources = [Source(str(row["name"]), **{key: positive_number(row[key]) for key in row.keys() - {"name"}})
+                   for row in rows]
+    except (yaml.YAMLError, ValueError, TypeError, KeyError, AttributeError) as error:
+        raise DataError(f"{flag} {path}: expected `sources:` and a list of objects with a name and, if wanted, weight "
+                        f"and max_epochs, numbers above 0: {' '.join(str(error).split())}") from error
+    if len({source.weight is None for source in sources}) != 1:
+        raise DataError(f"{flag} {path}: expected sources, of which all have a weight or none has")
+    return sources
+
+
+def positive_number(text: object) -> Fraction:
+    """A number such as 0.5 or 1e9; raises ValueError."""
+    value = parse_number(str(text))
+    if value is None or value <= 0:
+        raise ValueError(f"{text!r} is no number above 0")
+    return value
+
+
+def samples_per_source(sources: Sequence[Source], sizes: Sequence[int], samples: int) -> list[Fraction]:
+    """How many of the first `samples` of a blend come from each source, to within one; `sizes` are in samples."""
+    counts = integer_weights([source.weight or size for source, size in zip(sources, sizes, strict=True)])
+    return [Fraction(samples * count, sum(counts)) for count in counts]
+
+
+def check_epochs(sources: Sequence[Source], sizes: Sequence[int], samples: int, seq_length: int) -> None:
+    """Raise if the first `samples` of a blend read a source more often than it allows."""
+    for source, size, own in zip(sources, sizes, samples_per_source(sources, sizes, samples), strict=True):
+        if source.max_epochs is not None and own > source.max_epochs * size:
+            most = int(source.max_epochs * size * samples / own)
+            raise DataError(f"{source.name}: {samples * seq_length:,} tokens of the blend read it "
+                            f"{ceil(100 * own / size) / 100:.2f} times, max_epochs is {float(source.max_epochs):g}; "
+                            f"read at most {most * seq_length:,} tokens ({most:,} samples), or change its weight or "
+                            "max_epochs")
 
 
 def check_sources(words: Sequence[str], flag: str) -> None:
     """Raise for a name that does not exist. Opens no file."""
-    for name, _ in parse_sources(words, flag):
+    for name, *_ in parse_sources(words, flag):
         with prefix_data_errors(flag):
             if name in NAMED_CORPORA:
                 named_corpus(name)
@@ -141,8 +200,8 @@ class Datasets:
 def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), test_data: Sequence[str] = (),
                   split: str = "949,50,1", seq_length: int, seed: int, tokenizer: Tokenizer,
                   cache_path: str | None = None, mock: bool = False, json_key: str = "text",
-                  document_separator: str | None = None) -> Datasets:
-    """Open and check everything that training reads, before its first step."""
+                  document_separator: str | None = None, train_samples: int = 0) -> Datasets:
+    """Open and check everything that training reads, before its first step; `train_samples` is how many samples."""
     if mock:
         train, valid, test = (MockDataset(tokenizer.vocab_size, seq_length, seed + k, part)
                               for k, part in enumerate(PARTS))
@@ -164,7 +223,8 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
         is_cut = part == "train" or not words_of[part]
         words, flag = (train_data, "--train-data") if is_cut else (words_of[part], f"--{part}-data")
         pieces, weights = list[GPT2Dataset](), list[Fraction]()
-        for name, weight in parse_sources(words, flag) if not is_cut or part in split_parts else ():
+        sources = parse_sources(words, flag) if not is_cut or part in split_parts else []
+        for name, weight, _ in sources:
             if name not in corpora:
                 corpora[name] = _open_source(name, flag, tokenizer, read_options, cache_path, notes)
             corpus = corpora[name]
@@ -177,9 +237,12 @@ def open_datasets(*, train_data: Sequence[str], valid_data: Sequence[str] = (), 
                     continue
             # Distinct seeds: corpora of equal sizes must not be shuffled alike, nor evaluation like training.
             dataset = GPT2Dataset(corpus, documents, seq_length, seed + place + len(PARTS) * len(pieces), part,
-                                  cache_path, tokenizer.vocab_size, flag)
+                                  tokenizer.vocab_size, flag)
             pieces.append(dataset)
             weights.append(weight or Fraction(dataset.samples_per_epoch))
+        if pieces and part == "train":
+            with prefix_data_errors(flag):
+                check_epochs(sources, [piece.samples_per_epoch for piece in pieces], train_samples, seq_length)
         datasets[part] = BlendedDataset(pieces, weights, part) if len(pieces) > 1 else next(iter(pieces), None)
     return Datasets(**datasets, notes=tuple(notes))
 
@@ -212,7 +275,7 @@ def _open_source(name: str, flag: str, tokenizer: Tokenizer, read_options: TextR
 
 def _too_small(corpus: IndexedCorpus, documents: range, source: str, part: str, seq_length: int) -> str:
     """Why the documents that --split leaves for a part are not used, and what to do; "" if they fill a sample."""
-    tokens = int(corpus.sizes[documents.start:documents.stop].sum(dtype="int64"))
+    tokens = corpus.first_token(documents.stop) - corpus.first_token(documents.start)
     if count_samples(tokens, seq_length):
         return ""
     if corpus.num_documents == 1 and not documents:

@@ -177,6 +177,30 @@ def read_json_or_none(path: Path) -> Any:
         return None
 
 
+def is_url(path: str | os.PathLike[str]) -> bool:
+    """Whether a path is in an object store or on a server: s3://bucket/name, hf://datasets/name, ..."""
+    return "://" in os.fspath(path) and not os.fspath(path).startswith("file://")
+
+
+def file_system_of(url: str) -> tuple[Any, str]:
+    """(fsspec's file system, path within it)."""
+    try:
+        from fsspec import url_to_fs
+        system, path = url_to_fs(url)
+    except (ImportError, ValueError) as error:  # fsspec, or what it needs for this kind; or an unknown kind
+        raise DataError(f"{url}: {error}; `pip install fsspec s3fs` reads s3://, gcsfs gs://, huggingface_hub hf://"
+                        ) from error
+    return system, path
+
+
+def open_binary(path: str | os.PathLike[str]) -> Any:
+    """A file or object for reading, unbuffered if it is a file."""
+    if not is_url(path):
+        return open(path, "rb", buffering=0)
+    system, name = file_system_of(os.fspath(path))
+    return system.open(name, "rb")
+
+
 def crc32_file(path: str | os.PathLike[str]) -> str:
     """CRC-32 of a file as 8 hexadecimal digits."""
     crc, buffer = 0, memoryview(bytearray(READ_BYTES))
@@ -208,7 +232,11 @@ def change_detector(paths: Iterable[str | os.PathLike[str]]) -> Callable[[], Non
 
 
 def file_stamp(path: str | os.PathLike[str]) -> tuple[int, int, int] | None:
-    """(inode, size, mtime in ns), which change with the file; None if it is no regular file."""
+    """(inode, size, mtime in ns), which change with the file; None if it is no regular file. Of an object 0, its size
+    and what its store says of its content."""
+    if is_url(path):
+        system, name = file_system_of(os.fspath(path))
+        return 0, system.size(name), system.checksum(name)
     try:
         status = os.stat(path)
     except OSError:

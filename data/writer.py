@@ -18,7 +18,7 @@ from typing import IO, Any
 import numpy as np
 from numpy.typing import ArrayLike
 
-from data.indexed import (CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
+from data.indexed import (BLOCK_ENTRIES, CODE_OF_DTYPE, INDEX_HEADER, INDEX_MAGIC, INDEX_VERSION, CorpusFacts,
                           StableFile, TokenizerFacts, corpus_identity, token_dtype)
 from data.storage import (DISK_ERRORS, DataError, StorageFault, crc32, fsync_directory, hold_writer_lock,
                           write_errors_for)
@@ -130,17 +130,23 @@ class CorpusWriter:
         assert self.complete_tokens == self.tokens, "the sizes of documents do not add up to the tokens"
         with write_errors_for(self.prefix):
             index_file.flush()
-            lengths = np.fromfile(self._drafts[".idx"], "<i4", self.documents, offset=INDEX_HEADER.size)
-            ends = np.cumsum(lengths, dtype="<i8")
-            index_file.write(((ends - lengths) * self.dtype.itemsize).data)
-            index_file.write(np.arange(boundaries, dtype="<i8").data)
+            end = 0
+            for at in range(0, self.documents, BLOCK_ENTRIES):
+                lengths = np.fromfile(self._drafts[".idx"], "<i4", min(BLOCK_ENTRIES, self.documents - at),
+                                      offset=INDEX_HEADER.size + 4 * at)
+                ends = end + np.cumsum(lengths, dtype="<i8")
+                index_file.write(((ends - lengths) * self.dtype.itemsize).data)
+                end = int(ends[-1])
+            for at in range(0, boundaries, BLOCK_ENTRIES):
+                index_file.write(np.arange(at, min(at + BLOCK_ENTRIES, boundaries), dtype="<i8").data)
             index_file.seek(0)
             index_file.write(INDEX_HEADER.pack(INDEX_MAGIC, INDEX_VERSION, CODE_OF_DTYPE[self.dtype], self.documents,
                                                boundaries))
             for growing in (self._bin, self._idx):  # a full disk fails here, while the old corpus is complete
                 growing.flush()
                 os.fsync(growing.fileno())
-            identity = corpus_identity(*(StableFile(str(self._drafts[suffix])) for suffix in (".idx", ".bin")))
+            index, tokens = (StableFile(str(self._drafts[suffix])) for suffix in (".idx", ".bin"))
+            identity = corpus_identity(index.checksum(), tokens)
             facts = CorpusFacts(self.documents, self.tokens, f"{self._crc:08x}", self._max_token, self._tokenizer,
                                 identity)
             with open(self._drafts[".json"], "w", encoding="utf-8") as file:

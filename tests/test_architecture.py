@@ -57,6 +57,7 @@ LIBRARY = ("mpu", "megatron.layer_drop", "megatron.bit_schedule", "megatron.conf
 MAY_READ_THE_ENVIRONMENT = {"mpu.device"}  # one switch, for tests
 MAY_READ_THE_STAGE = {"megatron.zero.engine", "megatron.zero.stages"}
 """Within the mechanism: megatron/zero without api/."""
+MAY_PICKLE = {"data.webtext.engines"}  # tasks of an array job read what their own driver wrote
 PICKLES = {"pickle", "cPickle", "_pickle", "dill", "cloudpickle", "shelve", "marshal"}
 
 
@@ -200,7 +201,7 @@ def test_only_hooks_and_recompute_register_hooks():
 def test_nothing_that_is_read_can_run_code():
     for module, tree in sources().items():
         for target, line in imports(module):
-            assert target.partition(".")[0] not in PICKLES, f"{module}:{line} imports {target}"
+            assert target.partition(".")[0] not in PICKLES or module in MAY_PICKLE, f"{module}:{line} imports {target}"
         for node in ast.walk(tree):
             if not isinstance(node, ast.Call):
                 continue

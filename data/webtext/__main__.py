@@ -1,29 +1,36 @@
 """`python -m data.webtext`: each stage as a command, `run` for all of them, `merge` for what several machines did.
 
 `run` gives each stage a folder, `1-urls`, `2-extract`, ...; a stage that is done is skipped, so a run resumes where it
-stopped. Then it tokenizes the parts of the split as PREFIX, PREFIX_valid and PREFIX_test, and writes a report.
+stopped. Then it tokenizes the parts of the split as PREFIX, PREFIX_valid and PREFIX_test, and writes a report. `run
+CONFIG` reads flags, and `inputs`, from a .yaml or .toml file. `worker` is a task of an array job (engines.py).
 """
 
 from __future__ import annotations
 
 import argparse
+import hashlib
+import json
 import os
+import shutil
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import webencodings
 
 from data import tokenizer as tokenizers
-from data.cli import StrictArgumentParser, positive, run_command, size
+from data.cli import StrictArgumentParser, normalize_flag_names, parse_config_file, positive, run_command, size
 from data.indexed import read_corpus_facts
-from data.preprocess import add_tokenizer_arguments, build_corpus, parse_shard
+from data.merge import merge_corpora
+from data.preprocess import add_tokenizer_arguments, build_corpus, build_shard_corpus, parse_shard
 from data.storage import (DataError, UsageError, check_outputs_are_not_inputs, hold_writer_lock, make_folder,
                           read_json_or_none, write_errors_for, write_json_atomic)
 from data.tokenizer import Tokenizer
-from data.webtext import dedup, extract, filters, quality, split
+from data.webtext import classifier, dedup, export, extract, filters, lines, quality, split
+from data.webtext.engines import ENGINES, run_share
 from data.webtext.readers import FORMAT_CHOICES, ON_ERROR, WebReadOptions, find_source_files, shards_of_stage
 from data.webtext.report import REPORTS, summary_line, write_report
 from data.webtext.runner import (SHARD_BYTES, SINGLE_MACHINE, GlobalStage, MapStage, StageRecord, StageRunOptions,
@@ -55,6 +62,12 @@ def character_set(text: str) -> str:
     return str(known.name)
 
 
+def probability(text: str) -> float:
+    if not 0 <= float(text) <= 1:
+        raise argparse.ArgumentTypeError(f"expected a number from 0 to 1, found {text!r}")
+    return float(text)
+
+
 COMMON_FLAGS: Flags = {
     "--text-key": {"default": "text", "metavar": "KEY", "help": "the key of the text (default: text)"},
     "--url-key": {"default": "url", "metavar": "KEY", "help": "the key of the address (default: url)"},
@@ -65,12 +78,15 @@ COMMON_FLAGS: Flags = {
                              "help": "what is longer is malformed (default: 64M)"},
     "--charset": {"type": character_set, "metavar": "LABEL",
                   "help": "of HTML files, as their server says (default: what they say themselves)"},
-    "--workers": {"type": positive, "default": len(os.sched_getaffinity(0)), "metavar": "N",
-                  "help": "processes; same output (default: the cores there are)"},
+    "--engine": {"choices": tuple(ENGINES), "default": "local", "help":
+                 "what runs the tasks: processes, a Ray cluster (RAY_ADDRESS), Slurm array jobs; same output"},
+    "--workers": {"type": positive, "default": len(os.sched_getaffinity(0)), "metavar": "N", "help":
+                  "processes, or tasks of an array; Ray uses its cluster; same output (default: the cores there are)"},
     "--memory": {"type": size, "default": 1 << 30, "metavar": "SIZE",
-                 "help": "what a pass over all documents may hold (default: 1G)"},
+                 "help": "what a process of a stage that compares all documents may hold (default: 1G)"},
     "--shard-bytes": {"type": size, "default": SHARD_BYTES, "metavar": "SIZE",
                       "help": "input of one shard (default: 16M)"}}
+READ_FLAGS = ("--text-key", "--url-key", "--format", "--on-error", "--max-document-bytes", "--charset")
 SEED_FLAG: Flags = {"--seed": {"type": int, "default": 0, "help": "of shuffle and split (default: 0)"}}
 
 
@@ -131,6 +147,20 @@ def build_quality(args: argparse.Namespace) -> Stage:
                                                       "mask_addresses": args.mask_addresses})
 
 
+def build_classify(args: argparse.Namespace) -> Stage:
+    if not args.classifier:
+        raise DataError("classify: no classifier given: --classifier FILE, which train-classifier makes")
+    classifier.load_weights(args.classifier)  # if it is damaged, say so before the first stage
+    parameters = {"path": args.classifier, "min_score": args.min_score}
+    return MapStage("classify", classifier.make_classifier, parameters, files=(args.classifier,))
+
+
+def build_lines(args: argparse.Namespace) -> Stage:
+    unit = args.drop_copied or lines.UNITS[0]
+    return GlobalStage("lines", lines.run_lines, {"unit": unit, "min_words": args.copied_min_words,
+                                                  "memory": args.memory})
+
+
 def build_decontaminate(args: argparse.Namespace) -> Stage:
     if not args.evaluation:
         raise DataError("decontaminate: no evaluation text given: --evaluation FILE...")
@@ -165,14 +195,22 @@ STAGES = {
         "--rules": {"nargs": "+", "default": [], "metavar": "RULE", "help":
                     f"{', '.join(quality.RULES)}; max-words=5000 changes one limit, stop-words=off leaves one out"},
         "--mask-addresses": {"action": "store_true",
-                             "help": "mail addresses and public IP addresses become those of examples"}},
+                             "help": "mail and public IP addresses and phone numbers become those of examples"}},
         build_quality),
+    "classify": StageCommand("leave out what a classifier of yours scores low; the scores of the others in `meta`", {
+        "--classifier": {"metavar": "FILE", "help": "of train-classifier"},
+        "--min-score": {"type": probability, "default": 0.5, "metavar": "P",
+                        "help": "least probability that a text is good (default: 0.5; 0 keeps all)"}}, build_classify),
     "dedup": StageCommand("leave out exact and near copies", {
         "--threshold": {"type": float, "default": 0.8, "metavar": "J",
                         "help": "documents at least this similar are copies (default: 0.8)"},
         "--exact-only": {"action": "store_true", "help": "look for exact copies only"}},
         lambda args: GlobalStage("dedup", dedup.run_dedup, {
             "threshold": args.threshold, "near": not args.exact_only, "memory": args.memory})),
+    "lines": StageCommand("leave out lines or paragraphs that an earlier document has", {
+        "--drop-copied": {"choices": lines.UNITS, "help": "what is compared (default: lines; `run`: nothing)"},
+        "--copied-min-words": {"type": positive, "default": 3, "metavar": "N",
+                               "help": "those of fewer words stay (default: 3)"}}, build_lines),
     "decontaminate": StageCommand("leave out evaluation text", {
         "--evaluation": {"nargs": "+", "default": [], "metavar": "FILE", "help": "text that must not be trained on"},
         "--decontaminate": {"choices": filters.MODES, "default": filters.MODES[0],
@@ -184,9 +222,10 @@ STAGES = {
                     "help": "training, validation and test (default: 949,50,1)"},
         **SEED_FLAG}, lambda args: GlobalStage("split", split.run_split, {"shares": args.split, "seed": args.seed}))}
 # Stages that read all documents before they write: they run on one machine.
-GLOBAL_STAGES = ("unique", "dedup", "shuffle", "split")
+GLOBAL_STAGES = ("unique", "lines", "dedup", "shuffle", "split")
 # Stages of `run`, in order.
-STAGE_ORDER = ("urls", "extract", "clean", "language", "quality", "dedup", "decontaminate", "shuffle", "split")
+STAGE_ORDER = ("urls", "extract", "clean", "language", "quality", "classify", "dedup", "lines", "decontaminate",
+               "shuffle", "split")
 # Folder of a split part -> suffix of its corpus prefix.
 SUFFIX_OF_PART = {"train": "", "valid": "_valid", "test": "_test"}
 
@@ -204,7 +243,8 @@ def build_parser() -> StrictArgumentParser:
             stage.add_argument("--shard", type=parse_shard, metavar="I/N",
                                help="do the I-th share of N, I from 0; `merge` makes one folder of all")
     everything = commands.add_parser("run", help="all stages in order, then tokens and a report",
-                                     description="All stages in order, then tokens and a report.")
+                                     description="All stages in order, then tokens and a report. RAW may be one .yaml "
+                                     "or .toml file: the names of flags with their values, and `inputs`.")
     everything.set_defaults(shard=SINGLE_MACHINE)
     add_flags(everything, {flag: settings for name in STAGE_ORDER for flag, settings in STAGES[name].flags.items()})
     everything.add_argument("--skip", nargs="+", choices=STAGE_ORDER, default=[], metavar="STAGE",
@@ -212,6 +252,21 @@ def build_parser() -> StrictArgumentParser:
     everything.add_argument("--output-prefix", type=Path, metavar="PREFIX", help="of the tokens (default: DIR/corpus)")
     add_tokenizer_arguments(everything)
     add_common_flags(everything, "RAW")
+    worker = commands.add_parser("worker", help="a task of --engine slurm, started by its job script")
+    worker.add_argument("folder", type=Path)
+    worker.add_argument("--share", type=parse_shard, required=True, metavar="I/N")
+    trained = commands.add_parser("train-classifier", help="a classifier for `classify`, of good and bad texts",
+                                  description="A classifier for `classify`, of good and bad texts.")
+    for flag in ("--good", "--bad"):
+        trained.add_argument(flag, nargs="+", required=True, metavar="IN", help="files, or folders of files or stages")
+    trained.add_argument("--output", type=Path, required=True, metavar="FILE")
+    add_flags(trained, {**SEED_FLAG, **{flag: COMMON_FLAGS[flag] for flag in READ_FLAGS}})
+    exported = commands.add_parser("export", help="the documents of a stage as Parquet, JSONL.zst or JSONL.gz",
+                                   description="The documents of a stage as Parquet, JSONL.zst or JSONL.gz.")
+    exported.add_argument("inputs", type=Path, metavar="FOLDER", help="of a stage")
+    exported.add_argument("--output", required=True, metavar="DIR", help="also a URL, such as s3://bucket/corpus")
+    exported.add_argument("--to", choices=export.FORMATS, default=export.FORMATS[0], help="(default: parquet)")
+    add_flags(exported, {"--workers": COMMON_FLAGS["--workers"]})
     merge = commands.add_parser("merge", help="one folder of the shares of several machines",
                                 description="One folder of the shares of several machines.")
     merge.add_argument("inputs", nargs="+", type=Path, metavar="FOLDER")
@@ -228,6 +283,7 @@ def add_common_flags(parser: StrictArgumentParser, what: str) -> None:
 def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_options: StageRunOptions) -> None:
     """Run every stage to its end, then tokenize the last one's parts as PREFIX and write the report."""
     left_out = {*args.skip, *(() if args.evaluation else ("decontaminate",)),
+                *(() if args.classifier else ("classify",)), *(() if args.drop_copied else ("lines",)),
                 *(() if args.rules or args.mask_addresses else ("quality",))}
     stages = [STAGES[name].build_stage(args) for name in STAGE_ORDER if name not in left_out]
     folders = [args.output / f"{STAGE_ORDER.index(stage.name) + 1}-{stage.name}" for stage in stages]
@@ -259,13 +315,14 @@ def run_pipeline(args: argparse.Namespace, read_options: WebReadOptions, run_opt
         inputs = [folder]
         # Later stages read our own output, where escapes make a line longer than its text.
         read_options = WebReadOptions(on_error=args.on_error, max_bytes=8 * args.max_document_bytes)
-    facts = [tokenize_part(Path(inputs[0]), part, corpus, tokenizer, run_options.workers)
+    facts = [tokenize_part(Path(inputs[0]), part, corpus, tokenizer, run_options)
              for part, corpus in corpora.items()]
     write_report(args.output, records, list(filter(None, facts)))
     print((args.output / REPORTS[0]).read_text(encoding="utf-8"), end="")
 
 
-def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, workers: int) -> dict[str, Any] | None:
+def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer,
+                  run_options: StageRunOptions = StageRunOptions()) -> dict[str, Any] | None:
     """Build the corpus of one part unless it exists; returns its facts, or None if the part has no documents. Without a
     split, everything is training data."""
     every = shards_of_stage(stage)
@@ -282,7 +339,20 @@ def tokenize_part(stage: Path, part: str, prefix: Path, tokenizer: Tokenizer, wo
                 made_from.unlink()
         if not shards:
             return None
-        build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=workers)
+        # By content: the parts of another run are not taken for those of this one.
+        digest = hashlib.sha256(json.dumps(key).encode()).hexdigest()[:16]
+        folder = prefix.with_name(f".{prefix.name}.parts-{digest}")
+        for other in prefix.parent.glob(f".{prefix.name}.parts-*"):
+            if other != folder:
+                shutil.rmtree(other)
+        if run_options.engine == "local":
+            build_corpus([shard.path for shard in shards], prefix, tokenizer, workers=run_options.workers)
+        else:
+            parts = [(shard.path, folder / str(number), shard.sha256)
+                     for number, shard in enumerate(shards) if shard.size]
+            list(run_options.engine_for(folder).map(partial(build_shard_corpus, tokenizer=tokenizer), parts))
+            merge_corpora([part for _, part, _ in parts], prefix)
+            shutil.rmtree(folder)
         facts = read_corpus_facts(f"{prefix}.json")
         assert facts, "just built"
         write_json_atomic(made_from, key | {"identity": facts.identity})
@@ -294,14 +364,48 @@ def origin_file_of(prefix: Path) -> Path:
     return prefix.with_name(f"{prefix.name}.made_from.json")
 
 
+def words_of_config(path: Path, flags: Sequence[str]) -> list[str]:
+    """A configuration file as command line words, without what `flags` say; the parser judges names and values."""
+    given, inputs, words = {flag.partition("=")[0] for flag in normalize_flag_names(flags)}, list[str](), list[str]()
+    switches = {flag for stage in STAGES.values() for flag, settings in stage.flags.items()
+                if settings.get("action") == "store_true"}
+    try:
+        settings = parse_config_file(path)
+    except UsageError as error:
+        raise UsageError(f"{path}: {error}") from error
+    for name, value in settings.items():
+        flag = f"--{str(name).replace('_', '-')}"
+        if flag == "--inputs":
+            inputs += map(str, value if isinstance(value, list) else [value])
+        elif flag in given or value is None or value == [] or value is False and flag in switches:
+            continue
+        elif isinstance(value, list):
+            words += [flag, *map(str, value)]
+        else:
+            words += [flag if value is True else f"{flag}={str(value).lower() if value is False else value}"]
+    return [*inputs, *words]
+
+
 def main(argv: Sequence[str] | None = None) -> None:
-    args = build_parser().parse_args(argv)
+    words = list(sys.argv[1:] if argv is None else argv)
+    if words[:1] == ["run"] and words[1:] and Path(words[1]).suffix in (".yaml", ".yml", ".toml"):
+        words[1:2] = words_of_config(Path(words[1]), words[2:])
+    args = build_parser().parse_args(words)
     if args.command == "merge":
         print(summary_line(merge_shares(args.inputs, args.output)), file=sys.stderr)
         return
+    if args.command == "worker":
+        run_share(args.folder, args.share)
+        return
+    if args.command == "export":
+        print(export.export_stage(args.inputs, args.output, args.to, args.workers), file=sys.stderr)
+        return
     reading = WebReadOptions(args.text_key, args.url_key, args.format, args.on_error, args.max_document_bytes,
                              args.charset)
-    running = StageRunOptions(args.workers, args.shard, args.shard_bytes)
+    if args.command == "train-classifier":
+        print(classifier.train(args.good, args.bad, args.output, reading, args.seed), file=sys.stderr)
+        return
+    running = StageRunOptions(args.workers, args.shard, args.shard_bytes, args.engine)
     if args.command == "run":
         run_pipeline(args, reading, running)
         return

@@ -8,11 +8,13 @@ all shards. Documents in = kept + dropped, always.
 
 from __future__ import annotations
 
+import gzip
 import json
 import math
 import re
 from collections import Counter
 from collections.abc import Callable, Mapping
+from contextlib import ExitStack
 from dataclasses import dataclass, field, fields
 from functools import partial
 from pathlib import Path
@@ -24,6 +26,7 @@ from data.storage import DataError, staged_file
 
 KEPT = "kept"  # in `DocumentCounts.samples`, beside the reasons
 NUM_SAMPLES, SAMPLE_CHARACTERS = 3, 200
+DROPPED_COMPRESSION = 1  # gzip's fastest level: texts that few people read
 _ESCAPED_SURROGATE = re.compile(rb"\\u[dD][89a-fA-F]")
 _SURROGATE = re.compile("[\ud800-\udfff]")
 _ENCODER = json.JSONEncoder(ensure_ascii=False, allow_nan=False)
@@ -231,18 +234,39 @@ class DocumentCounts:
                    Samples(value["samples"]))
 
 
-def copy_undropped_lines(task: tuple[Path, Path, Mapping[int, str]]) -> DocumentCounts:
-    """Copy a shard, given as (shard, target, line number from 0 -> reason of its drop); returns the counts."""
-    path, target, reasons = task
-    counts = DocumentCounts()
-    with staged_file(target) as file, open(path, "rb") as lines:
+class ShardWriter(ExitStack):
+    """A shard that is being written, and the counts of its documents. What is dropped goes with its reason to
+    `dropped-00000.STAGE.gz` beside it, a name that no reader takes for text. Both appear when the `with` block ends."""
+
+    def __init__(self, target: Path, stage: str) -> None:
+        super().__init__()
+        self.counts = DocumentCounts()
+        self._file = self.enter_context(staged_file(target))
+        self._dropped_path = target.with_name(f"{target.stem.replace('part', 'dropped')}.{stage}.gz")
+        self._dropped: gzip.GzipFile | None = None
+
+    def keep(self, size_in: int, line: bytes) -> None:
+        self.counts.add_kept(size_in, line)
+        self._file.write(line)
+
+    def drop(self, reason: str, size_in: int, line: bytes) -> None:
+        self.counts.add_dropped(reason, size_in, line)
+        if self._dropped is None:
+            file = self.enter_context(staged_file(self._dropped_path))
+            # without a time, the same documents are the same bytes
+            self._dropped = self.enter_context(gzip.GzipFile("", "wb", DROPPED_COMPRESSION, file, mtime=0))
+        self._dropped.write(b'{"reason": %b, %b' % (json.dumps(reason).encode(), line[1:]))
+
+
+def copy_undropped_lines(path: Path, target: Path, stage: str, reasons: Mapping[int, str]) -> DocumentCounts:
+    """Copy a shard without the lines (numbers from 0) that `reasons` has; returns the counts."""
+    with ShardWriter(target, stage) as shard, open(path, "rb") as lines:
         for number, line in enumerate(lines):
             if number in reasons:
-                counts.add_dropped(reasons[number], len(line), line)
+                shard.drop(reasons[number], len(line), line)
             else:
-                counts.add_kept(len(line), line)
-                file.write(line)
-    return counts
+                shard.keep(len(line), line)
+    return shard.counts
 
 
 def shard_name(number: int) -> str:

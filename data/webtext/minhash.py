@@ -12,7 +12,6 @@ from __future__ import annotations
 import hashlib
 import os
 import unicodedata
-from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache
@@ -25,9 +24,9 @@ from numpy.typing import NDArray
 
 from data.storage import DataError, staged_file
 from data.webtext.documents import parse_shard_line
+from data.webtext.exchange import LINE_BITS, LINE_MASK, Rows
 
 HashArray = NDArray[np.uint64]
-Rows = NDArray[np.uint64]  # [rows, numbers]
 
 SINGLE_CHARACTER_WORD = 1 << 31  # bit in the table below: the character is a word by itself
 # Thai, Lao, Burmese, Khmer; Chinese, Japanese and Yi characters.
@@ -217,34 +216,29 @@ def signature_rows(lines: Sequence[bytes], offset: int, location: str, banding: 
     return rows
 
 
+@dataclass(frozen=True)
 class SignatureFiles:
-    """The rows of all documents."""
+    """The rows of all documents, a file per shard."""
 
-    def __init__(self, folder: Path, shards: int, banding: Banding) -> None:
-        self._files = [signature_file(folder, number) for number in range(shards)]
-        self._row_bytes = 8 * (4 + banding.bands)
-        counts = [file.stat().st_size // self._row_bytes for file in self._files]
-        # [shards + 1]: number of the first document of each shard, then the number of documents.
-        self.first_documents = np.cumsum([0, *counts]).tolist()
+    folder: Path
+    banding: Banding
 
-    def blocks(self, memory: int) -> Iterator[tuple[NDArray[np.uint64], Rows]]:
-        """(numbers of the documents, their rows) in blocks of about `memory` bytes."""
-        size = max(1, memory // self._row_bytes) * self._row_bytes
-        for first, path in zip(self.first_documents, self._files):
-            with open(path, "rb") as file:
-                while raw := file.read(size):
-                    rows = np.frombuffer(raw, np.uint64).reshape(-1, self._row_bytes // 8)
-                    yield np.arange(first, first + len(rows), dtype=np.uint64), rows
-                    first += len(rows)
+    @property
+    def row_bytes(self) -> int:
+        return 8 * (4 + self.banding.bands)
 
-    def line_number(self, document: int) -> tuple[int, int]:
-        """(shard, line in it from 0)."""
-        shard = bisect_right(self.first_documents, document) - 1
-        return shard, document - self.first_documents[shard]
+    def blocks(self, shard: int, memory: int) -> Iterator[tuple[NDArray[np.uint64], Rows]]:
+        """(documents, their rows) in blocks of about `memory` bytes."""
+        first = shard << LINE_BITS
+        with open(signature_file(self.folder, shard), "rb") as file:
+            while raw := file.read(max(1, memory // self.row_bytes) * self.row_bytes):
+                rows = np.frombuffer(raw, np.uint64).reshape(-1, self.row_bytes // 8)
+                yield np.arange(first, first + len(rows), dtype=np.uint64), rows
+                first += len(rows)
 
     def location(self, document: int) -> tuple[int, int, int]:
         """(shard, offset, size) of its line."""
-        shard, line = self.line_number(document)
-        with open(self._files[shard], "rb") as file:
-            offset, size = np.frombuffer(os.pread(file.fileno(), 16, line * self._row_bytes), np.uint64).tolist()
+        shard, line = document >> LINE_BITS, document & LINE_MASK
+        with open(signature_file(self.folder, shard), "rb") as file:
+            offset, size = np.frombuffer(os.pread(file.fileno(), 16, line * self.row_bytes), np.uint64).tolist()
         return shard, offset, size

@@ -35,7 +35,14 @@ C4_LINE_WORDS = 3
 
 EMAIL = re.compile(r"(?<![\w.+-])[\w.+-]{1,64}@[a-zA-Z0-9-]{1,63}(?:\.[a-zA-Z0-9-]{1,63})+\b")
 IP_ADDRESS = re.compile(r"(?<![\w.])(?:\d{1,3}\.){3}\d{1,3}(?![\w]|\.\d)")
+# International numbers with +, and those of North America: (212) 555-0100, 212-555-0100.
+PHONE_NUMBER = re.compile(r"(?:(?<![\w+])\+(?:[1-9]\d{9,13}|(?:1|[2-9]\d{1,2})[ \xa0-](?:\(\d{1,4}\)[ \xa0-]?)?"
+                          r"\d{1,8}(?:[ \xa0-]\d{2,8}){1,4})|"
+                          r"(?<![\w+.-])(?:\+?1[ .\xa0-])?(?:\(\d{3}\)[ \xa0]?|\d{3}[.\xa0-])\d{3}[.\xa0-]\d{4})"
+                          r"(?!\d|[.-]\d)")
+MIN_PHONE_DIGITS = 8
 EMAIL_MARK, IP_MARK = "email@example.com", "192.0.2.1"  # names and numbers that are reserved for examples
+PHONE_MARK = "555-0100"
 
 
 class TextStatistics:
@@ -190,9 +197,11 @@ def is_c4_line(line: str) -> bool:
 
 
 def mask(text: str) -> str:
-    """Mail addresses and public IP addresses become those of examples."""
+    """Mail addresses, public IP addresses and phone numbers become those of examples."""
     if "@" in text:
         text = EMAIL.sub(EMAIL_MARK, text)
+    text = PHONE_NUMBER.sub(lambda found: PHONE_MARK if sum(map(str.isdigit, found[0])) >= MIN_PHONE_DIGITS
+                            else found[0], text)
     return IP_ADDRESS.sub(lambda found: IP_MARK if _is_public(found[0]) else found[0], text)
 
 

@@ -22,10 +22,10 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from data.compressed import (COMPRESSED_SUFFIXES, DecompressedFile, is_compressed, open_decompressed, read_errors_for,
-                             strip_compression_suffix)
+from data.compressed import (COMPRESSED_SUFFIXES, CorruptStreamError, DecompressedFile, is_compressed,
+                             open_decompressed, read_errors_for, strip_compression_suffix)
 from data.input_files import STAGE_FILE, InputFiles, shards_of_folder, walk_files
-from data.storage import DataError, check_is_file
+from data.storage import DataError, check_is_file, file_system_of, is_url, open_binary
 from data.text_files import BOM
 from data.webtext.documents import Document, DocumentError, Repairs, decode_utf8, parse_json_line
 from data.webtext.extract import decode_page
@@ -110,9 +110,12 @@ def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tup
     """(sources of the paths, in order and by name within a folder; notes on what was left out). In folders, files of
     unknown kind, hidden files, pipes and sockets are left out. Links are followed, but not in loops."""
     sources: list[SourceFile] = []
-    notes = []
-    for path in map(Path, inputs):
-        if not path.is_dir():
+    notes: list[str] = []
+    for given in inputs:
+        path = Path(given)
+        if is_url(given):
+            sources += _objects_of(str(given), format, notes)
+        elif not path.is_dir():
             sources.append(_source_file(path, path.name, format))
         elif (shards := _stage_shards(path)) is not None:
             sources += shards
@@ -129,6 +132,19 @@ def find_source_files(inputs: Sequence[str | Path], format: str = "auto") -> tup
         raise DataError(f"{' '.join(map(str, inputs))}: no file to read (known: {' '.join(FORMAT_OF_SUFFIX)}, "
                         f"each also with {' '.join(COMPRESSED_SUFFIXES)})")
     return sources, notes
+
+
+def _objects_of(url: str, format: str, notes: list[str]) -> list[SourceFile]:
+    """The object of a URL, or those of known kinds below it, by name."""
+    system, root = file_system_of(url)
+    with read_errors_for(url):
+        names = [root] if system.isfile(root) else sorted(system.find(root))
+        names = [name for name in names if not Path(name).name.startswith(".") and Path(name).name != STAGE_FILE]
+        known = [name for name in names if format != "auto" or format_of(name)]
+        if len(names) > len(known):
+            notes.append(f"{url}: left out: {len(names) - len(known)} other")
+        return [_source_file(system.unstrip_protocol(name), name.removeprefix(root).lstrip("/") or Path(name).name,
+                             format, system.size(name)) for name in known]
 
 
 def shards_of_stage(folder: Path) -> list[SourceFile]:
@@ -154,12 +170,13 @@ def format_of(name: str) -> str:
     return FORMAT_OF_SUFFIX.get(Path(strip_compression_suffix(name)).suffix, "")
 
 
-def _source_file(path: Path, name: str, format: str) -> SourceFile:
-    check_is_file(path)  # it is read twice: for its checksum, then its content
+def _source_file(path: str | Path, name: str, format: str, size: int | None = None) -> SourceFile:
+    if size is None:
+        check_is_file(path)  # it is read twice: for its checksum, then its content
     if format == "auto":
         format = format_of(name)
     with read_errors_for(str(path)):
-        size = path.stat().st_size
+        size = os.path.getsize(path) if size is None else size
         if not format:
             raise DataError(
                 f"{path}: its name does not say what it holds; expected {' '.join(FORMAT_OF_SUFFIX)}, or give --format")
@@ -200,7 +217,8 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
         by_lines = source.format in ("jsonl", "urls")
         try:
             if source.format == "parquet":
-                yield from _parquet_rows(source, options)
+                with open_binary(source.path) as table:
+                    yield from _parquet_rows(table, source, options)
                 continue
             with open_decompressed(source.path, until_damage=by_lines or source.format == "warc") as file:
                 if source.format == "warc":
@@ -224,6 +242,8 @@ def read_unit(unit: WorkUnit, options: WebReadOptions) -> Iterator[ReadResult]:
         except FileNotFoundError as error:
             raise DataError(f"{source.path}: cannot read: {error.strerror}") from error
         except OSError as error:
+            if is_url(source.path) and not isinstance(error, CorruptStreamError):  # the network, and not the content
+                raise DataError(f"{source.path}: cannot read on: {error.strerror or error}; start again") from error
             damage = DocumentError(UNREADABLE, f"cannot read on: {error.strerror or error}")
             yield ReadResult(source, end, 0, damage)
 
@@ -309,14 +329,14 @@ def _parse_warc_content(record: Any, content: bytes | None, source: SourceFile, 
                        replace(options, charset=options.charset or charset)), ""
 
 
-def _parquet_rows(source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
+def _parquet_rows(table: Any, source: SourceFile, options: WebReadOptions) -> Iterator[ReadResult]:
     """The columns of text and address, a few rows in memory at a time."""
     try:
         from pyarrow import ArrowException, parquet
     except ImportError as error:
         raise DataError(f"{source.path}: reading Parquet needs a package: pip install pyarrow") from error
     try:
-        file = parquet.ParquetFile(source.path)
+        file = parquet.ParquetFile(table)
         columns = [key for key in (options.text_key, options.url_key) if key in file.schema_arrow.names]
         if options.text_key not in columns:
             raise DataError(f"{source.path}: no column {options.text_key!r}; found "

@@ -24,19 +24,20 @@ from typing import Any, NoReturn
 
 from tqdm import tqdm
 
-from data.input_files import SHARD_PATH_PATTERN, STAGE_FILE, WORK_FOLDER, check_sha256, checksum_in_threads
-from data.parallel import ordered_map
-from data.storage import (READ_BYTES, DataError, UsageError, change_detector, crc32_file, fsync_directory, fsync_file,
-                          make_folder, read_json_or_none, staged_file, wait_for_lock, write_errors_for,
-                          write_json_atomic)
+from data.input_files import SHARD_PATH_PATTERN, STAGE_FILE, WORK_FOLDER, check_sha256
+from data.storage import (READ_BYTES, DataError, UsageError, change_detector, crc32_file, file_stamp, fsync_directory,
+                          fsync_file, is_url, make_folder, read_json_or_none, wait_for_lock,
+                          write_errors_for, write_json_atomic)
 from data.webtext.documents import (KEPT, Document, DocumentCounts, DocumentError, DocumentFunction, DroppedDocument,
-                                    Samples, machine_share, shard_name)
+                                    Samples, ShardWriter, machine_share, shard_name)
+from data.webtext.engines import ENGINES, Engine
 from data.webtext.readers import (UNREADABLE, SourceFile, WebReadOptions, WorkUnit, find_source_files,
                                   plan_units, read_unit, shards_of_stage, unit_bytes)
 
 SINGLE_MACHINE = (0, 1)
-REVISION = 3  # increment it when the same inputs and parameters would give another output
+REVISION = 4  # increment it when the same inputs and parameters would give another output
 DROP_LOG, DROP_LOG_STAGE = "dropped.jsonl", "dedup"  # a file that is not a shard, and the stage that writes it
+DROPPED_FILES = "dropped-[0-9]*.*.gz"  # of `ShardWriter`
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,8 @@ def open_stage_folder(output: Path, key: Mapping[str, Any]) -> Iterator[tuple[St
             if record is None and record_file.exists():
                 raise DataError(f"{record_file}: not the record of a stage; remove that folder, or choose another "
                                 "--output")
-            names = {name for path in (record_file, *work.rglob(STAGE_FILE)) for name in _recorded_files(path)}
+            names = {name for path in (record_file, *work.rglob(STAGE_FILE))
+                     for name in _recorded_files(path, output)}
             if any(path.name not in names for path in output.glob("part-*.jsonl")):
                 raise DataError(f"{output}: expected a new folder or one of a stage, found shards no stage made; "
                                 "choose another --output")
@@ -134,21 +136,23 @@ def check_output_is_apart(inputs: Iterable[str | Path], output: Path) -> None:
             raise UsageError(f"--output {output}: {relation} {given}, which is read; choose a folder beside it")
 
 
-def _recorded_files(path: Path) -> set[str]:
-    """The files that a stage's record lists, within its folder."""
+def _recorded_files(path: Path, folder: Path) -> set[str]:
+    """The files of a stage in `folder`, by its record at `path`."""
     record = read_stage_record(path)
     if record is None:
         return set()
     log = {DROP_LOG} if record.stage == DROP_LOG_STAGE else set()
+    log |= {dropped.name for dropped in folder.glob(DROPPED_FILES)}
     return {output.name for output in record.outputs if SHARD_PATH_PATTERN.fullmatch(output.name)} | log
 
 
 def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecord:
     """Move the shards into place, then write the record; its copy in the work folder marks moved ones as ours."""
-    moved_before = _recorded_files(folder / STAGE_FILE)
+    moved_before = _recorded_files(folder / STAGE_FILE, output)
     with write_errors_for(output):
         record.write(folder / STAGE_FILE)
-        moved = [shard.name for shard in record.outputs] + [log.name for log in folder.glob(DROP_LOG)]
+        dropped = [*folder.glob(DROP_LOG), *folder.glob(DROPPED_FILES)]
+        moved = [shard.name for shard in record.outputs] + [log.name for log in dropped]
         for name in moved:
             if (output / name).exists() and name not in moved_before:
                 raise DataError(f"{output / name}: was not made by this stage, which would replace it; move it "
@@ -164,18 +168,21 @@ def publish_stage(record: StageRecord, folder: Path, output: Path) -> StageRecor
     return record
 
 
-def describe_shards_in(folder: Path) -> tuple[OutputShard, ...]:
+def describe_shards_in(folder: Path, engine: Engine) -> tuple[OutputShard, ...]:
     """The shards in a folder and its subfolders."""
-    shards = []
-    for name in sorted(str(path.relative_to(folder)) for path in folder.glob("**/part-*.jsonl")):
-        sha256, size, documents = hashlib.sha256(), 0, 0
-        with open(folder / name, "rb") as file:
-            while chunk := file.read(READ_BYTES):
-                sha256.update(chunk)
-                size += len(chunk)
-                documents += chunk.count(b"\n")
-        shards.append(OutputShard(name, documents, size, sha256.hexdigest()))
-    return tuple(shards)
+    paths = sorted(map(str, folder.glob("**/part-*.jsonl")))
+    return tuple(replace(shard, name=str(Path(path).relative_to(folder)))
+                 for path, shard in zip(paths, engine.scan(describe_shard, paths)))
+
+
+def describe_shard(path: str) -> OutputShard:
+    sha256, size, documents = hashlib.sha256(), 0, 0
+    with open(path, "rb") as file:
+        while chunk := file.read(READ_BYTES):
+            sha256.update(chunk)
+            size += len(chunk)
+            documents += chunk.count(b"\n")
+    return OutputShard(path, documents, size, sha256.hexdigest())
 
 
 def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
@@ -208,8 +215,10 @@ def merge_shares(folders: Sequence[Path], output: Path) -> StageRecord:
         shards = {folder / shard.name: shard for record, folder in shares for shard in record.outputs}
         check_sha256({str(path): shard.sha256 for path, shard in shards.items()})
         with write_errors_for(output):
-            for path, shard in shards.items():
-                target = work / shard.name
+            dropped = [path for _, folder in shares for path in folder.glob(DROPPED_FILES)]
+            for path, name in [*((path, shard.name) for path, shard in shards.items()),
+                               *((path, path.name) for path in dropped)]:
+                target = work / name
                 make_folder(target.parent)
                 target.unlink(missing_ok=True)
                 try:
@@ -228,7 +237,7 @@ class GlobalStage:
     """A stage that needs all documents."""
 
     name: str
-    # (shards in order, output folder, workers, **parameters) -> counts of each part of the output, once it is written.
+    # (shards in order, output folder, engine, **parameters) -> counts of each part of the output, once it is written.
     run: Callable[..., Iterator[DocumentCounts]]
     parameters: Mapping[str, Any]  # JSON values
 
@@ -253,6 +262,10 @@ class StageRunOptions:
     workers: int = 1
     shard: tuple[int, int] = SINGLE_MACHINE  # (number of this machine from 0, number of machines)
     shard_bytes: int = SHARD_BYTES
+    engine: str = "local"
+
+    def engine_for(self, output: Path) -> Engine:
+        return ENGINES[self.engine](self.workers, output / WORK_FOLDER / "engine")
 
 
 def make_read_function() -> DocumentFunction:
@@ -274,32 +287,34 @@ def run_map_stage(stage: MapStage, inputs: Sequence[str | Path], output: Path,
                   run_options: StageRunOptions = StageRunOptions()) -> StageRecord:
     sources, notes = find_source_files(inputs, read_options.format)
     check_output_is_apart([*inputs, *(source.path for source in sources), *stage.files], output)
+    engine = run_options.engine_for(output)
     units = plan_units(sources, run_options.shard_bytes)
     own_units = machine_share(len(units), *run_options.shard)
     used = list(dict.fromkeys(replace(source, start=0, stop=None) for k in own_units for source in units[k]))
     second_pass = stage.second_pass if run_options.shard == SINGLE_MACHINE else None
     then = second_pass and {second_pass.name: {**second_pass.parameters, "part": SINGLE_MACHINE}}
     parameters = {**stage.parameters, "reading": asdict(read_options), "shard_bytes": run_options.shard_bytes,
-                  "then": then, "files": list(checksum_in_threads(crc32_file, stage.files))}
+                  "then": then, "files": list(engine.scan(crc32_file, stage.files))}
     check_unchanged = change_detector(source.path for source in used)
-    key = stage_key(stage.name, parameters, source_fingerprints(used, run_options.workers), run_options.shard)
+    key = stage_key(stage.name, parameters, source_fingerprints(used, engine), run_options.shard)
     with open_stage_folder(output, key) as (record, folder):
         if record:
             return record
-        parts = run_jobs([(units[k], folder / shard_name(k)) for k in own_units], stage, read_options, run_options)
+        parts = run_jobs([(units[k], folder / shard_name(k)) for k in own_units], stage, read_options, engine)
         check_unchanged()
         counts = sum((part.counts for part in parts), DocumentCounts())
         shards = tuple(part.outputs[0] for part in parts)
         notes += [note for part in parts for note in part.notes]
         if second_pass:
             first, folder = folder, make_folder(folder / "then")
-            later = run_global_pass(second_pass, [first / shard.name for shard in shards], folder,
-                                    run_options.workers)
+            later = run_global_pass(second_pass, [first / shard.name for shard in shards], folder, engine)
             counts = replace(counts, documents_kept=later.documents_kept, bytes_kept=later.bytes_kept,
                              dropped=counts.dropped + later.dropped,
                              dropped_bytes=counts.dropped_bytes + later.dropped_bytes, sizes=later.sizes,
                              samples=Samples({**(counts + later).samples, KEPT: later.samples.get(KEPT, {})}))
-            shards = describe_shards_in(folder)
+            shards = describe_shards_in(folder, engine)
+            for dropped in first.glob(DROPPED_FILES):
+                os.replace(dropped, folder / dropped.name)
         return publish_stage(StageRecord(key, counts, shards, tuple(notes)), folder, output)
 
 
@@ -308,22 +323,23 @@ def run_global_stage(stage: GlobalStage, inputs: Sequence[str | Path], output: P
     sources = [source for path in inputs for source in shards_of_stage(Path(path))]
     shards = [Path(source.path) for source in sources]
     check_output_is_apart(inputs, output)
-    key = stage_key(stage.name, stage.parameters, source_fingerprints(sources, run_options.workers))
+    engine = run_options.engine_for(output)
+    key = stage_key(stage.name, stage.parameters, source_fingerprints(sources, engine))
     with open_stage_folder(output, key) as (record, folder):
         if record:
             return record
         check_unchanged = change_detector(shards)
-        check_sha256({source.path: source.sha256 for source in sources}, run_options.workers)
-        counts = run_global_pass(stage, shards, folder, run_options.workers)
+        check_sha256({source.path: source.sha256 for source in sources}, engine.scan)
+        counts = run_global_pass(stage, shards, folder, engine)
         check_unchanged()
-        return publish_stage(StageRecord(key, counts, describe_shards_in(folder)), folder, output)
+        return publish_stage(StageRecord(key, counts, describe_shards_in(folder, engine)), folder, output)
 
 
-def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path, workers: int) -> DocumentCounts:
+def run_global_pass(stage: GlobalStage, shards: Sequence[Path], folder: Path, engine: Engine) -> DocumentCounts:
     """Run a pass over all documents; returns its counts."""
     counts = DocumentCounts()
     with progress_bar(stage.name, sum(shard.stat().st_size for shard in shards)) as bar:
-        for part in stage.run(shards, folder, workers, **stage.parameters):
+        for part in stage.run(shards, folder, engine, **stage.parameters):
             counts += part
             bar.update(part.bytes_in)
     return counts
@@ -334,23 +350,27 @@ def progress_bar(name: str, size: int) -> tqdm[NoReturn]:
     return tqdm(total=size, desc=name, unit="B", unit_scale=True, file=sys.stderr, leave=False, disable=None)
 
 
-def source_fingerprints(sources: Sequence[SourceFile], workers: int) -> list[dict[str, Any]]:
+def content_digest(path: str) -> str:
+    """The CRC-32 of a file; of an object what its store says of its content."""
+    return str(file_stamp(path)) if is_url(path) else crc32_file(path)
+
+
+def source_fingerprints(sources: Sequence[SourceFile], engine: Engine) -> list[dict[str, Any]]:
     """Name and content digest of every input; reads files that are not shards."""
     unknown = [source for source in sources if source.sha256 is None]
-    crcs = dict(zip(unknown, checksum_in_threads(crc32_file, [source.path for source in unknown], workers)))
+    crcs = dict(zip(unknown, engine.scan(content_digest, [source.path for source in unknown])))
     return [{"name": source.name, "format": source.format, "bytes": source.size,
              "content": source.sha256 or crcs[source]} for source in sources]
 
 
 def run_jobs(jobs: Sequence[tuple[WorkUnit, Path]], stage: MapStage, read_options: WebReadOptions,
-             run_options: StageRunOptions) -> list[StageRecord]:
+             engine: Engine) -> list[StageRecord]:
     """The records of all shards; finished ones are not made again."""
     done = {target: record for _, target in jobs
             if target.is_file() and (record := read_stage_record(target.with_suffix(".json")))}
     left = [(unit, target) for unit, target in jobs if target not in done]
-    check_sha256({source.path: source.sha256 for unit, _ in left for source in unit}, run_options.workers)
-    new_records = ordered_map(partial(run_job, stage=stage, reading=read_options), left,
-                              min(run_options.workers, len(left)))
+    check_sha256({source.path: source.sha256 for unit, _ in left for source in unit}, engine.scan)
+    new_records = engine.map(partial(run_job, stage=stage, reading=read_options), left)
     with progress_bar(stage.name, sum(unit_bytes(unit) for unit, _ in jobs)) as bar:
         bar.update(sum(unit_bytes(unit) for unit, target in jobs if target in done))
         for (unit, target), record in zip(left, new_records):
@@ -364,10 +384,10 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
     input or a library are errors only with --on-error strict."""
     unit, target = job
     function = load_stage_function(stage)
-    counts, sha256, notes = DocumentCounts(), hashlib.sha256(), list[str]()
-    with staged_file(target) as file:
+    sha256, notes = hashlib.sha256(), list[str]()
+    with ShardWriter(target, stage.name) as out:
         for result in read_unit(unit, reading):
-            counts.repaired.update(result.repairs)
+            out.counts.repaired.update(result.repairs)
             outcome: Document | DroppedDocument | DocumentError = result.value
             if result.drop_reason:
                 outcome = DroppedDocument(result.drop_reason)
@@ -385,13 +405,13 @@ def run_job(job: tuple[WorkUnit, Path], stage: MapStage, reading: WebReadOptions
                     notes.append(f"{result.source.name}: {outcome}")
             if isinstance(outcome, Document):
                 line = outcome.to_line()
-                counts.add_kept(result.size, line)
+                out.keep(result.size, line)
                 sha256.update(line)
-                file.write(line)
             else:
                 # A line without a document is represented by what is wrong with it.
                 dropped = result.value if isinstance(result.value, Document) else Document(str(result.value))
-                counts.add_dropped(outcome.reason, result.size, dropped.to_line())
+                out.drop(outcome.reason, result.size, dropped.to_line())
+    counts = out.counts
     shard = OutputShard(target.name, counts.documents_kept, counts.bytes_kept, sha256.hexdigest())
     record = StageRecord({}, counts, (shard,), tuple(notes))
     record.write(target.with_suffix(".json"))

@@ -18,7 +18,6 @@ from __future__ import annotations
 import json
 import re
 import sys
-import tomllib
 import typing
 from collections import deque
 from collections.abc import Callable, Collection, Sequence
@@ -27,7 +26,8 @@ from functools import cache
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from data.cli import suggest_spelling
+from data.cli import parse_config_file, suggest_spelling
+from data.storage import UsageError
 from megatron.config import ds_json
 from megatron.config.cli_help import FOREIGN_FLAGS, NOTED_FLAGS, PLANNER_FLAGS, fields_with_types, help_text
 from megatron.config.ds_json import value_text
@@ -98,7 +98,7 @@ def _read_config_file(path: str, errors: ErrorList, notes: list[str]) -> dict[st
     found, values, words, seen = ErrorList(), dict[str, Any](), deque[str](), set[str]()
     known = {*known_flags(), *(f"--{name}" for name in FOREIGN_FLAGS)} - {"--config", "--print-config", "--dry-run"}
     try:
-        for name, value in _parse_config_file(Path(path)).items():
+        for name, value in parse_config_file(Path(path)).items():
             flag = f"--{str(name).replace('_', '-')}"
             if flag in seen:
                 found.append(f"{name} is given twice, with dashes and with underscores; keep one")
@@ -112,7 +112,7 @@ def _read_config_file(path: str, errors: ErrorList, notes: list[str]) -> dict[st
             elif value is not None:
                 words.append(f"{flag}={str(value).lower() if isinstance(value, bool) else value}")
             seen.add(flag)
-    except ConfigError as error:
+    except UsageError as error:
         found.append(str(error))
     if not found:
         command_line = CommandLine(words, found)
@@ -120,36 +120,6 @@ def _read_config_file(path: str, errors: ErrorList, notes: list[str]) -> dict[st
         notes += command_line.notes
     errors += [f"{path}: {error}" for error in found]
     return values
-
-
-def _parse_config_file(path: Path) -> dict[str, Any]:
-    """Name -> value. Raises a ConfigError that does not name the file."""
-    is_toml = path.suffix == ".toml"
-    try:
-        text = path.read_text("utf-8")
-    except (OSError, UnicodeDecodeError) as error:
-        raise ConfigError(f"cannot be read: {getattr(error, 'strerror', None) or error}") from None
-    try:
-        settings = tomllib.loads(text) if is_toml else _parse_yaml(text)
-    except ValueError as error:  # tomllib's is one
-        raise ConfigError(f"no valid {'TOML' if is_toml else 'YAML'}: {' '.join(str(error).split())}") from None
-    if not isinstance(settings, dict):
-        raise ConfigError("expected names and values, as in `lr: 6e-4`")
-    return settings
-
-
-def _parse_yaml(text: str) -> Any:
-    import yaml  # here, since --help needs no package
-
-    try:
-        node = yaml.compose(text, yaml.SafeLoader)
-        settings = yaml.safe_load(text) or {}
-    except yaml.YAMLError as error:
-        raise ValueError(error) from None
-    names = [key.value for key, _ in node.value] if isinstance(node, yaml.MappingNode) else []
-    if twice := [name for name in dict.fromkeys(names) if names.count(name) > 1]:  # YAML would keep the last
-        raise ConfigError(f"{', '.join(twice)} is given twice; keep one")
-    return settings
 
 
 def config_as_text(config: Config, file_format: str) -> str:

@@ -41,7 +41,7 @@ NOTED_FLAGS = _by_name({
     "attention-backend transformer-impl": (_KERNELS, "*"),
     "use-flash-attn no-masked-softmax-fusion no-bias-gelu-fusion no-bias-dropout-fusion no-persist-layer-norm "
     "no-gradient-accumulation-fusion attention-softmax-in-fp32": (_KERNELS, *_ON),
-    "cache-dir": ("sample indices and tokenized text are kept in --data-cache-path", "*"),
+    "cache-dir": ("tokenized text is kept in --data-cache-path", "*"),
     "ckpt-format": ("there is one format, which any number of ranks loads", "torch_dist")})
 FOREIGN_FLAGS = NOTED_FLAGS | _by_name({
     # precision and devices

@@ -126,8 +126,8 @@ class DataConfig(ConfigSection):
     """The corpora, their tokenizer, and how samples are cut from them."""
 
     train_data: tuple[str, ...] = setting(
-        (), "corpus prefix, .jsonl or .txt file, folder of them, hf:NAME[:CONFIG/SPLIT], `webtext`, `default`; or "
-        "weights and names in turn",
+        (), "corpus prefix, .jsonl or .txt file, folder of them, hf:NAME[:CONFIG/SPLIT], `webtext`, `default` or "
+        "mixture.yaml; or weights and names",
         "data-path", "train-data-path", "train-file", common=True, is_location=True)
     valid_data: tuple[str, ...] = setting((), "validation corpus (default: the second part of --split)",
                                           "val-data-path", "validation-file", is_location=True)
@@ -144,7 +144,7 @@ class DataConfig(ConfigSection):
     tokenizer_path: str | None = setting(None, "SentencePiece model or character vocabulary", common=True,
                                          is_location=True)
     mock_data: bool = setting(False, "random tokens instead of a corpus, for benchmarks")
-    data_cache_path: str | None = setting(None, "folder for sample indices and for the corpora made of text files",
+    data_cache_path: str | None = setting(None, "folder for the corpora made of text files",
                                           is_location=True)
     text_key: str = setting("text", "key of the text in .jsonl files, or its column", "json-key", metavar="KEY")
     document_separator: str | None = setting(

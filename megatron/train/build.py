@@ -59,11 +59,13 @@ def with_vocab_size(config: Config, tokenizer: Tokenizer) -> Config:
 def datasets(config: Config, tokenizer: Tokenizer, groups: Groups) -> Datasets:
     """Training, validation and test samples. Collective: raises if ranks find different corpora or tokenizers."""
     STATUS.set_activity(f"{START_UP}, building of the index")
-    section = config.data
+    section, train = config.data, config.train
     opened = all_succeed_or_raise(lambda: open_datasets(
         train_data=section.train_data, valid_data=section.valid_data, test_data=section.test_data, split=section.split,
-        seq_length=config.seq_length, seed=config.train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
-        mock=section.mock_data, json_key=section.text_key, document_separator=section.document_separator), groups.world)
+        seq_length=config.seq_length, seed=train.seed, tokenizer=tokenizer, cache_path=section.data_cache_path,
+        mock=section.mock_data, json_key=section.text_key, document_separator=section.document_separator,
+        train_samples=0 if train.skip_train else train.train_iters * config.global_batch_size(groups.dp.size)),
+        groups.world)
     parts = {"training": opened.train, "validation": opened.valid, "test": opened.test}
     assert_equal_across_ranks({"the tokenizer": tokenizer.fingerprint,
                                **{f"the {name} corpus": part and part.fingerprint for name, part in parts.items()}},

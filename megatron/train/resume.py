@@ -236,9 +236,10 @@ def _check_model(config: Config, checkpoint: Checkpoint) -> None:
 def _other_samples(saved: Mapping[str, Any], config: Config) -> str:
     """Why this run reads other samples: the corpus differs, or the seed, which orders it."""
     was, now, present = saved["train"]["seed"], config.train.seed, config.as_dict()["data"]
-    if was == now:
-        return "--train-data is another corpus than the checkpoint's"
     is_same = all(saved["data"].get(key) == present[key] for key in ("train_data", "valid_data", "test_data", "split"))
+    if was == now:
+        return ("--train-data is another corpus than the checkpoint's"
+                + (", or the checkpoint's version of this program shuffled it otherwise" if is_same else ""))
     return (f"--seed is {was} in the checkpoint, {now} here: the order of the samples is another"
             + ("" if is_same else ", and --train-data may be another corpus"))
 

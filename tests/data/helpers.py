@@ -13,6 +13,7 @@ import warnings
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from data.indexed import IndexedCorpus
@@ -28,6 +29,11 @@ def files_of(prefix: Path | str) -> list[bytes]:
 def documents_of(prefix: Path | str) -> list[list[int]]:
     corpus = IndexedCorpus(prefix)
     return [corpus.document(number).tolist() for number in range(corpus.num_documents)]
+
+
+def sizes_of(corpus: IndexedCorpus) -> list[int]:
+    """Tokens of each document."""
+    return np.diff(corpus.first_tokens(0, corpus.num_documents)).tolist()
 
 
 EVENTS = ("replace", "fsync", "unlink", "truncate", "mkdir", "rmdir", "link")

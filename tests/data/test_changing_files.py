@@ -21,7 +21,6 @@ import numpy as np
 import pytest
 
 from data import importers, preprocess, sources, split_json as splitting
-from data.gpt2_dataset import open_rows, write_rows
 from data.importers import import_tokens
 from data.indexed import IndexedCorpus
 from data.preprocess import TextReadOptions, build_corpus
@@ -99,7 +98,7 @@ def test_a_corpus_that_was_moved_away_is_read_on(tmp_path: Path) -> None:
 def test_a_disk_that_cannot_read_is_named(prefix: Path) -> None:
     corpus = IndexedCorpus(prefix)
     reads: dict[str, Callable[[], object]] = {
-        f"{prefix}.bin": lambda: corpus.document(0, 3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix)}
+        f"{prefix}.bin": lambda: corpus.read_tokens(3, 9), f"{prefix}.idx": lambda: IndexedCorpus(prefix)}
     with patch("data.indexed.os.preadv", side_effect=OSError(errno.EIO, "Input/output error")):
         for path, read in reads.items():
             with pytest.raises(DataError, match=f"^{path}: cannot read: Input/output error$"):
@@ -140,20 +139,6 @@ def test_a_run_whose_corpus_is_cut_off_ends_with_3_and_its_name(prefix: Path) ->
     errors = [line for line in said.splitlines() if line.startswith("error:")]
     assert process.returncode == 3 and len(errors) == 1 and f"{prefix}.bin: size: 12014 bytes when" in errors[0], said
     assert "Traceback" not in said
-
-
-# ----------------------------------------------------------------------------------------------------- rows of integers
-
-@pytest.mark.parametrize("damage", [
-    lambda raw: raw[:-1], lambda raw: raw + bytes(4), lambda raw: b"", lambda raw: raw[:2],
-    lambda raw: raw[:999] + b"x" + raw[1000:], lambda raw: raw[:-1] + b"x"])
-def test_rows_that_were_damaged_are_refused(tmp_path: Path, damage: Callable[[bytes], bytes]) -> None:
-    path, values = tmp_path / "rows", np.arange(2500, dtype=np.int32).reshape(-1, 2)
-    write_rows(path, values)
-    np.testing.assert_array_equal(open_rows(path, np.int32, (-1, 2)), values)
-    path.write_bytes(damage(path.read_bytes()))
-    with pytest.raises(DataError, match=f"^{path}: damaged: .*; delete it, and it is built again"):
-        open_rows(path, np.int32, (-1, 2))
 
 
 # ---------------------------------------------------------------------- text that changes while something is made of it

@@ -3,14 +3,13 @@ those of a plain reference that joins everything in memory, whatever was read be
 
 from __future__ import annotations
 
-import multiprocessing
 import os
 import pickle
 import random
 import struct
-from concurrent.futures import ProcessPoolExecutor
+from collections import Counter
 from fractions import Fraction
-from itertools import product
+from math import factorial
 from pathlib import Path
 from typing import Any
 
@@ -18,14 +17,14 @@ import numpy as np
 import pytest
 
 from data import gpt2_dataset, indexed
-from data.gpt2_dataset import BlendedDataset, GPT2Dataset, count_samples, sample_starts
+from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus, TokenizerFacts, token_dtype
 from data.merge import main as merge, merge_corpora
-from data.sampling import MAX_BLEND_PERIOD, Blend, epoch_permutation, integer_weights, parse_split, split_documents
+from data.sampling import MAX_BLEND_PERIOD, Blend, Permutation, integer_weights, parse_split, split_documents
 from data.storage import DataError
 from data.verify import verify_corpus
 from data.writer import CorpusWriter
-from tests.data.helpers import documents_of, files_of
+from tests.data.helpers import documents_of, files_of, sizes_of
 
 DOCUMENTS = [[1, 2, 3], [], [4], [5, 6]]
 MADE_BY = TokenizerFacts("T", "abcd", 10, 9)
@@ -56,7 +55,7 @@ def test_reading_gives_back_what_was_written(tmp_path: Path, vocab_size: int, dt
     documents = [[vocab_size - 1, 0], [], [5]]
     corpus = IndexedCorpus(write(tmp_path / "c", documents, vocab_size=vocab_size))
     assert [corpus.document(i).tolist() for i in range(corpus.num_documents)] == documents
-    assert corpus.sizes.tolist() == [2, 0, 1] and corpus.num_tokens == 3 and corpus.dtype == np.dtype(dtype)
+    assert sizes_of(corpus) == [2, 0, 1] and corpus.num_tokens == 3 and corpus.dtype == np.dtype(dtype)
     assert corpus.document(0, 1).tolist() == [0] and corpus.document(0, 0, 99).tolist() == documents[0]
     assert pickle.loads(pickle.dumps(corpus)).document(2).tolist() == [5]
 
@@ -88,7 +87,9 @@ LIES: list[tuple[int, str, object, str]] = [
 """Offset and layout of a field of the index, what it says, and the message."""
 
 
-def test_a_lying_index_is_refused_naming_file_and_field(tmp_path: Path) -> None:
+@pytest.mark.parametrize("block", [1, 3, 1 << 20])
+def test_a_lying_index_is_refused_naming_file_and_field(block: int, tmp_path: Path, monkeypatch: Any) -> None:
+    monkeypatch.setattr(indexed, "BLOCK_ENTRIES", block)
     (tmp_path / "c.bin").write_bytes(bytes.fromhex("010002000300040005000600"))
     for offset, layout, value, message in LIES:
         raw = bytearray.fromhex(GOLDEN_INDEX)
@@ -229,44 +230,57 @@ def corpus_of(prefix: Path, sizes: list[int], first: int = 0) -> IndexedCorpus:
     return IndexedCorpus(prefix)
 
 
-def test_starts_equal_a_walk_over_all_tokens() -> None:
-    draw = random.Random(1)
-    for _ in range(200):
-        sizes = [draw.choice([0, 0, 1, 4, 5, draw.randint(0, 30)]) for _ in range(draw.randint(1, 12))]
-        order = draw.sample(range(len(sizes)), draw.randint(1, len(sizes)))
-        seq_length = draw.randint(1, 9)
-        starts = sample_starts(np.array(sizes, np.int32), np.array(order), seq_length)
-        places = [[position, offset] for position, document in enumerate(order) for offset in range(sizes[document])]
-        assert starts.tolist() == places[:-1:seq_length][:count_samples(len(places), seq_length)]
-
-
 SIZES = [5, 0, 17, 1, 0, 8, 3, 29, 0, 2, 11]
 
 
-@pytest.mark.parametrize(("documents", "seq_length"), [(range(11), 1), (range(2, 8), 4), ([10, 2, 5], 7)])
-def test_samples_equal_the_joined_documents_cut_in_pieces(tmp_path, documents, seq_length):
-    corpus = corpus_of(tmp_path / "c", SIZES)
-    dataset = GPT2Dataset(corpus, documents, seq_length, seed=3, name="train")
-    n, expected = dataset.samples_per_epoch, []
-    for epoch in range(3):
-        order = np.array(list(documents))[epoch_permutation(len(documents), 3, epoch, 0)]
-        stream = np.concatenate([corpus.document(int(number)) for number in order])
-        assert n == (len(stream) - 1) // seq_length
-        expected += [stream[sample * seq_length:(sample + 1) * seq_length + 1].tolist()
-                     for sample in epoch_permutation(n, 3, epoch, 1)]
-    for index in random.Random(0).sample(range(3 * n), 3 * n):  # whatever was read before
-        assert dataset[index].dtype == np.int64 and dataset[index].tolist() == expected[index]
+def epoch_of(corpus: IndexedCorpus, documents: range, seq_length: int, seed: int, epoch: int, block: int
+             ) -> tuple[list[int], list[list[int]]]:
+    """(stream, samples) of an epoch, one token and one sample at a time."""
+    def order(n: int, *key: int | str) -> list[int]:
+        return [Permutation(n, seed, epoch, *key)[i] for i in range(n)]
+
+    blocks = [documents[at:at + block] for at in range(0, len(documents), block)]
+    stream = [token for k in order(len(blocks), "blocks") for i in order(len(blocks[k]), k)
+              for token in corpus.document(blocks[k][i]).tolist()]
+    samples = [stream[at:at + seq_length + 1] for at in range(0, len(stream) - seq_length, seq_length)]
+    return stream, [samples[i] for i in order(len(samples), "samples")]
 
 
-def test_few_epochs_stay_in_memory(tmp_path):
+def test_samples_equal_those_of_a_stream_of_all_tokens(tmp_path, monkeypatch):
+    """Over blocks that end within a sample, empty documents and blocks, and parts that begin within a block."""
+    monkeypatch.setattr(gpt2_dataset, "BLOCK_DOCUMENTS", 4)
+    draw, several = random.Random(1), 0
+    for case in range(60):
+        sizes = [draw.choice([0, 0, 1, 4, 5, draw.randint(0, 30)]) for _ in range(draw.randint(2, 40))]
+        sizes += [9] + [0] * case
+        corpus = corpus_of(tmp_path / "c", sizes)
+        documents = range(draw.randint(0, len(sizes) - 1 - case), draw.randint(len(sizes) - case, len(sizes)))
+        seq_length, seed = draw.randint(1, 8), draw.randint(0, 9)
+        dataset, expected = GPT2Dataset(corpus, documents, seq_length, seed, "train"), []
+        for epoch in range(3):
+            stream, samples = epoch_of(corpus, documents, seq_length, seed, epoch, 4)
+            assert sorted(stream) == list(range(sum(sizes[:documents.start]), sum(sizes[:documents.stop])))
+            assert len(samples) == dataset.samples_per_epoch == (len(stream) - 1) // seq_length
+            expected += samples
+        for index in draw.sample(range(len(expected)), len(expected)):  # whatever was read before
+            assert dataset[index].dtype == np.int64 and dataset[index].tolist() == expected[index]
+        several += len(documents) > 8
+    assert several > 30
+
+
+def test_the_order_of_samples_never_changes(tmp_path: Path) -> None:
+    """A resumed run must see the order it left: these numbers may not depend on the version of numpy or of ours."""
+    dataset = GPT2Dataset(corpus_of(tmp_path / "c", [9, 0, 1] * 3000), range(5, 8999), 4, 1234, "train")
+    assert [int(dataset[index][0]) for index in (0, 1, 2, 7000, 7493, 7494)] == [28515, 29358, 13211, 7100, 932, 26125]
+
+
+def test_memory_holds_few_blocks_and_epochs(tmp_path, monkeypatch):
+    monkeypatch.setattr(gpt2_dataset, "BLOCK_DOCUMENTS", 1)
+    monkeypatch.setattr(gpt2_dataset, "MAX_CACHED_BLOCKS", 3)
     dataset = GPT2Dataset(corpus_of(tmp_path / "c", SIZES), range(11), 4, 1, "a")
-    n = dataset.samples_per_epoch
-    for i in range(20 * n):
+    for i in range(20 * dataset.samples_per_epoch):
         dataset[i]
-    assert len(dataset._epochs._cached) == gpt2_dataset.MAX_CACHED_EPOCHS
-    for i in (n - 1, n, n - 2, n + 1):  # readers cross the border a little apart
-        dataset[i]
-    assert sorted(dataset._epochs._cached) == [0, 1]
+    assert (dataset._block_order.cache_info().currsize, dataset._document_order.cache_info().currsize) == (2, 3)
 
 
 def test_too_little_text_is_refused_with_both_numbers(tmp_path: Path) -> None:
@@ -307,28 +321,6 @@ def test_fingerprints_differ_where_samples_do(tmp_path: Path) -> None:
     assert len({dataset.fingerprint, *(one.fingerprint for one in changed)}) == 5
 
 
-def served(prefix: str, folder: str | None, count: int, start: Any = None) -> list[list[int]]:
-    gpt2_dataset.MIN_STORED_SAMPLES = 1
-    if start is not None:
-        start.wait()
-    dataset = GPT2Dataset(IndexedCorpus(prefix), range(3000), 4, 1, "train", folder)
-    return [dataset[i].tolist() for i in range(count)]
-
-
-def test_two_processes_that_share_a_folder_serve_the_same_as_one_without(tmp_path: Path) -> None:
-    corpus_of(tmp_path / "c", [0, 9, 1] * 1000)
-    given = (str(tmp_path / "c"), str(tmp_path / "cache"), 6000)  # into the third epoch
-    context = multiprocessing.get_context("spawn")
-    with context.Manager() as manager, ProcessPoolExecutor(2, context) as pool:
-        start = manager.Barrier(2)
-        found = [answer.result(60) for answer in [pool.submit(served, *given, start) for _ in range(2)]]
-    assert found[0] == found[1]
-    dataset = GPT2Dataset(IndexedCorpus(tmp_path / "c"), range(3000), 4, 1, "train", str(tmp_path / "none"))
-    assert not (tmp_path / "none").exists(), "small orders are not stored"
-    assert found[0] == [dataset[i].tolist() for i in range(6000)] and dataset.samples_per_epoch < 3000
-    assert len(list((tmp_path / "cache").glob("*.rows"))) == 6
-
-
 # -------------------------------------------------------------------------------------- splits, permutations and blends
 
 SPLITS = [
@@ -352,11 +344,32 @@ def test_splits_mean_their_proportions_and_every_document_is_in_one_part() -> No
 
 
 def test_permutations_are_permutations_depend_on_all_arguments_and_never_change() -> None:
-    """A resumed run must see the order it left: these numbers may not depend on the version of numpy."""
-    seen = {tuple(epoch_permutation(50, *arguments)) for arguments in product((0, 1), repeat=3)}
-    assert len(seen) == 8 and all(sorted(order) == list(range(50)) for order in seen)
-    assert epoch_permutation(8, seed=1234, epoch=0).tolist() == [5, 6, 3, 7, 4, 1, 2, 0]
-    assert len(epoch_permutation(0, 1, 1)) == 0
+    for n in (1, 2, 3, 4, 5, 16, 17, 255, 256, 257, 1000, 5000):
+        order = Permutation(n, 7, "x").to_array()
+        assert sorted(order.tolist()) == list(range(n))
+        assert [Permutation(n, 7, "x")[i] for i in range(n)] == order.tolist()
+    assert len({tuple(Permutation(50, *key).to_array()) for key in ((0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 0, "1"))}) == 4
+    assert Permutation(8, 1234, 0, "samples").to_array().tolist() == [0, 5, 3, 6, 7, 2, 4, 1]
+    assert [Permutation(10**13, 1)[i] for i in (0, 1, 10**13 - 1)] == [6826628699704, 9575915866253, 8726406704891]
+
+
+def is_even(counts: Any, expected: float, freedom: int) -> bool:
+    """Whether counts differ from what is expected as much as chance has it (chi-squared, 5 standard deviations)."""
+    chi = float(((np.array(counts) - expected) ** 2 / expected).sum())
+    return abs(chi - freedom) < 5 * (2 * freedom) ** 0.5
+
+
+def test_permutations_look_random() -> None:
+    """Every order of a few elements is as frequent; in longer ones every place of an element, and every distance of
+    neighbours."""
+    for n in (3, 4):
+        found = Counter(tuple(Permutation(n, 7, key).to_array().tolist()) for key in range(100 * factorial(n)))
+        assert len(found) == factorial(n) and is_even(list(found.values()), 100, factorial(n) - 1)
+    n, orders = 64, np.array([Permutation(64, 9, key).to_array() for key in range(2000)], np.int64)
+    for column in orders.T:
+        assert is_even(np.bincount(column, minlength=n), len(orders) / n, n - 1)
+    distances = np.bincount(np.diff(orders, axis=1).ravel() % n, minlength=n)
+    assert distances[0] == 0 and is_even(distances[1:], len(orders), n - 2)
 
 
 def test_blends_hold_their_proportions_after_every_sample() -> None:

@@ -6,12 +6,15 @@ import hashlib
 import json
 import lzma
 import os
+import random
+import re
 import subprocess
 import sys
 from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from data import default_corpus, sources
@@ -20,8 +23,10 @@ from data.gpt2_dataset import BlendedDataset, GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.input_files import find_text_files
 from data.preprocess import build_corpus
-from data.sources import Datasets, check_sources, open_datasets, parse_sources
-from data.storage import DataError
+from data.sampling import Blend
+from data.sources import Datasets, Source, check_epochs, check_sources, open_datasets, parse_sources
+from data.mix import main as mix
+from data.storage import DataError, UsageError
 from data.tokenizer import GPT2BPETokenizer, SentencePieceTokenizer
 from tests.data.helpers import BYTE
 
@@ -52,8 +57,9 @@ def letters(dataset: object, count: int = 200) -> str:
 
 def test_sources_are_names_or_weighted_names() -> None:
     for words, expected in (
-            ("a", [("a", None)]), ("a b c", [("a", None), ("b", None), ("c", None)]),
-            ("0.3 a 7 b", [("a", Fraction("0.3")), ("b", 7)]), ("1 2", [("2", 1)]), ("2020", [("2020", None)])):
+            ("a", [Source("a")]), ("a b c", [Source("a"), Source("b"), Source("c")]),
+            ("0.3 a 7 b", [Source("a", Fraction("0.3")), Source("b", Fraction(7))]),
+            ("1 2", [Source("2", Fraction(1))]), ("2020", [Source("2020")])):
         assert parse_sources(words.split(), "--train-data") == expected
     for words in ("1 a b", "1 a b c", "0 a 1 b", "1 a -1 b"):
         with pytest.raises(DataError, match="--train-data .*weight and name in turn"):
@@ -69,7 +75,7 @@ def test_a_weight_that_may_be_a_name_is_refused_with_how_to_write_either(there, 
     with pytest.raises(DataError, match=rf"write \./{there[:4]} for what is there, or \+{there[:4]} for the weight"):
         check_sources(words, "--train-data")
     assert parse_sources([word.replace("202", "+202") for word in words[:1]] + words[1:2], "") == weighted[:1]
-    assert parse_sources(["./2023", "2024"], "") == [("./2023", None), ("2024", None)]
+    assert parse_sources(["./2023", "2024"], "") == [Source("./2023"), Source("2024")]
 
 
 def complaint(name: object) -> str:
@@ -145,6 +151,67 @@ def test_weights_are_proportions_of_samples(folder: Path) -> None:
     for names, share in (([1, folder / "a", 3, folder / "b"], 0.75), ([folder / "a", folder / "b"], 0.5)):
         text = letters(opened(*names).train)
         assert text.count("B") / len(text) == pytest.approx(share, abs=0.02)
+
+
+def test_a_mixture_file_is_another_way_to_write_the_words(folder: Path) -> None:
+    a, b = str(folder / "a"), str(folder / "b")
+    for rows, words in (
+            ([{"name": a, "weight": 0.7, "max_epochs": 4}, {"name": b, "weight": "3e-1"}], (0.7, a, 0.3, b)),
+            ([{"name": a}, {"name": b, "max_epochs": 2}], (a, b))):
+        (folder / "m.yaml").write_text(json.dumps({"sources": rows}))  # which is YAML, too
+        assert opened(folder / "m.yaml", train_samples=100).fingerprint == opened(*words).fingerprint
+    for text, message in (("sources: [{name: a, weigh: 1}]", "weigh"), ("sources: [{name: a, weight: 0}]", "0 is no"),
+                          ("sources: [{name: a, weight: 1}, {name: b}]", "all have a weight or none"), ("[", "parsing"),
+                          ("sources: []", "or none has"), ("", "`sources:`"), ("sources: 3", "a list of objects")):
+        (folder / "m.yaml").write_text(text)
+        with pytest.raises(DataError, match=f"^--train-data .*m.yaml: expected .*{message}"):
+            check_sources([str(folder / "m.yaml")], "--train-data")
+
+
+def test_budgets_are_refused_that_read_a_source_more_often_than_it_allows() -> None:
+    """Counted one by one: within one sample, and exactly at the end of each period of the blend."""
+    draw, refusals = random.Random(2), 0
+    for _ in range(20):
+        sizes = [draw.randint(1, 30) for _ in range(draw.randint(1, 4))]
+        weights = [draw.randint(1, 4) for _ in sizes]
+        limits = [draw.choice([Fraction(1), Fraction("1.5"), Fraction(4)]) for _ in sizes]
+        sources, blend = list(map(Source, "abcd", map(Fraction, weights), limits)), Blend(weights)
+        for samples in range(1, 150):
+            read = np.bincount(blend.locate(np.arange(samples))[0], minlength=len(sizes)).tolist()
+            over = max(count - limit * size for count, limit, size in zip(read, limits, sizes, strict=True))
+            try:
+                check_epochs(sources, sizes, samples, 8)
+                assert over < 1 and (over <= 0 or samples % blend.period)
+            except DataError as error:
+                assert over > -1 and (over > 0 or samples % blend.period)
+                refusals += 1
+                name, most = str(error)[0], int(re.findall(r"([\d,]+) samples\)", str(error))[0].replace(",", ""))
+                alone = [source._replace(max_epochs=source.max_epochs if source.name == name else None)
+                         for source in sources]
+                check_epochs(alone, sizes, most, 8)
+                with pytest.raises(DataError, match=f"^{name}: {(most + 1) * 8:,} tokens of the blend read it"):
+                    check_epochs(alone, sizes, most + 1, 8)
+    assert refusals > 500
+
+
+def test_data_mix_shows_a_blend_writes_it_and_refuses_a_budget_that_repeats_too_often(folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    flags = ["--split", "8,2", "--seq-length", "9"]  # 80 documents of 10 tokens: 88 samples
+    mix([*"3 a 1 b".split(), "--max-epochs", "2", "--tokens", "1000", "--output", "m.yaml", *flags])
+    table = capsys.readouterr().out
+    assert [line.split() for line in table.splitlines()[1:]] == [
+        ["a", "792", "3", "75.00%", "747", "0.95", "2"], ["b", "792", "1", "25.00%", "243", "0.32", "2"],
+        ["all", "1,584", "100.00%", "999"]]
+    mix(["m.yaml", "--tokens", "1000", *flags])
+    assert capsys.readouterr().out == table
+    with pytest.raises(DataError, match="^a: 2,520 tokens of the blend read it 2.39 times, max_epochs is 2; read at "
+                       r"most 2,106 tokens \(234 samples\), or"):
+        mix(["m.yaml", "--tokens", "2520", *flags])
+    assert "2.39" in capsys.readouterr().out, "the table shows it, too"
+    with pytest.raises(DataError, match="--train-data: a: 8,091 tokens of the blend read it"):
+        opened("m.yaml", split="8,2", train_samples=899)
+    with pytest.raises(UsageError, match="--output m.json: expected a name that ends in .yaml or .yml"):
+        mix(["a", "--output", "m.json"])
 
 
 def test_corpora_of_equal_sizes_are_shuffled_apart(folder: Path) -> None:

@@ -25,7 +25,7 @@ from data.sampling import parse_split
 from data.split_json import split_json
 from data.storage import DataError, StorageFault, hold_writer_lock
 from data.writer import CorpusWriter
-from tests.data.helpers import BYTE, in_a_fork
+from tests.data.helpers import BYTE, in_a_fork, sizes_of
 
 ROUNDS = 8
 ROOT = Path(__file__).resolve().parents[2]
@@ -40,7 +40,7 @@ def write(prefix: Path | str, token: int) -> None:
 
 def is_whole(corpus: IndexedCorpus) -> bool:
     token = int(corpus.document(0)[0])
-    return corpus.sizes.tolist() == SHAPES[token] and all((block == token).all() for _, block in corpus.token_blocks())
+    return sizes_of(corpus) == SHAPES[token] and all((block == token).all() for _, block in corpus.token_blocks())
 
 
 def rounds_of(prefix: str, token: int, start: Barrier, told: Any) -> None:

@@ -31,7 +31,7 @@ SHORT_NAMES = {"zero": "megatron.zero", "recompute": "megatron.recompute"}
 
 PROGRAMS = [f"megatron.{name}" for name in ("launch", "plan", "checkpoint", "generate", "evaluate", "serve", "report",
                                             "tune", "checkpoint.zero_to_fp32", "evaluate.harness")]
-PROGRAMS += [f"data.{name}" for name in ("preprocess", "webtext", "verify", "merge", "split_json", "importers",
+PROGRAMS += [f"data.{name}" for name in ("preprocess", "webtext", "verify", "merge", "mix", "split_json", "importers",
                                          "default_corpus")]
 PROGRAMS += [f"benchmarks/{path.name}" for path in sorted((ROOT / "benchmarks").glob("*.py"))
              if "ArgumentParser" in path.read_text()]

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import os
+import signal
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from pathlib import Path
 
-from data.storage import staged_file
+from data.storage import DataError, staged_file
 from data.webtext.documents import Document, DocumentCounts, DocumentFunction, DroppedDocument
+from data.webtext.engines import Engine
 from data.webtext.runner import GlobalStage, MapStage
 
 
@@ -22,7 +25,7 @@ def make(drop: str = "drop", fail: str = "fail") -> DocumentFunction:
     return shout
 
 
-def reverse(inputs: Sequence[Path], output: Path, workers: int) -> Iterator[DocumentCounts]:
+def reverse(inputs: Sequence[Path], output: Path, engine: Engine) -> Iterator[DocumentCounts]:
     """All documents in one shard, the last first."""
     lines = [line for path in inputs for line in path.read_bytes().splitlines(keepends=True)]
     counts = DocumentCounts()
@@ -35,3 +38,15 @@ def reverse(inputs: Sequence[Path], output: Path, workers: int) -> Iterator[Docu
 
 SHOUT = MapStage("shout", make, {})
 REVERSE = GlobalStage("reverse", reverse, {})
+
+
+def square_once(task: tuple[int, Path], killed: int = -1, refused: int = -1) -> int:
+    """The square of a number. Leaves a file for each call; dies at `killed` if that is its first call."""
+    number, folder = task
+    calls = len([*folder.glob(f"{number}.*")])
+    (folder / f"{number}.{calls}").touch()
+    if number == killed and not calls:
+        os.kill(os.getpid(), signal.SIGKILL)
+    if number == refused and not calls:
+        raise DataError(f"item {number} is refused")
+    return number * number

@@ -7,7 +7,7 @@ import os
 import random
 import unicodedata
 from collections.abc import Sequence
-from itertools import combinations
+from itertools import combinations, pairwise
 from pathlib import Path
 from typing import Any
 from unittest.mock import Mock
@@ -16,16 +16,18 @@ import numpy as np
 import pytest
 
 from data.storage import DataError
-from data.webtext import dedup, minhash
-from data.webtext.dedup import RowSorter, iterate_rows, pairs_with_equal_keys, run_dedup
+from data.webtext import dedup, exchange, minhash
+from data.webtext.dedup import run_dedup
 from data.webtext.documents import Document, DocumentCounts, parse_shard_line
+from data.webtext.engines import LocalEngine
+from data.webtext.exchange import iterate_rows, merge_runs, pairs_with_equal_keys, write_runs
 from data.webtext.minhash import (NUM_HASHES, RECALL_AT_THRESHOLD, UNSPACED_SCRIPTS, Banding, hash_words,
                                   jaccard_similarity, minhash_signatures, ngram_hashes, shingle_hashes)
 from tests.data.webtext.planted import Page, babble, edited, plant, write
 
 
 def deduplicate(shards: Sequence[Path], output: Path, workers: int = 1, **options: Any) -> DocumentCounts:
-    return sum(run_dedup(shards, output, workers, **options), DocumentCounts())
+    return sum(run_dedup(shards, output, LocalEngine(workers), **options), DocumentCounts())
 
 
 def visible(folder: Path) -> dict[str, bytes]:
@@ -159,20 +161,33 @@ def test_a_crowd_of_near_copies_costs_comparisons_in_proportion(tmp_path, monkey
     monkeypatch.setattr(dedup, "jaccard_similarity", lambda *pair: compared.append(pair) or jaccard_similarity(*pair))
     deduplicate(write(pages, tmp_path / "in"), tmp_path / "out")
     assert kept_of(tmp_path / "out") == [pages[0].text]
-    assert len(compared) <= 500 + dedup.PAIRS_PER_BATCH
+    assert len(compared) < 500
 
 
-def test_output_is_the_same_for_any_workers_and_memory_and_after_an_interruption(tmp_path, monkeypatch):
-    shards = write(plant(8, originals=12, words=150), tmp_path / "in", 5)
-    for workers, memory in [(1, 1 << 30), (2, 1 << 17)]:
-        deduplicate(shards, tmp_path / f"{workers}", workers, memory=memory)
-    assert visible(tmp_path / "1") == visible(tmp_path / "2")
+def test_output_is_the_same_for_any_workers_memory_and_partitions_and_after_an_interruption(tmp_path, monkeypatch):
+    rng, pages = random.Random(4), plant(8, originals=12, words=150)
+    for _ in range(12):  # families of edits of edits: whether the first similar document stays is decided elsewhere
+        family = [babble(rng, 150)]
+        for _ in range(9):
+            family.append(edited(rng, rng.choice(family[-2:]), 0.012))
+        pages += [Page(text, "family") for text in family]
+    rng.shuffle(pages)
+    shards, turns = write(pages, tmp_path / "in", 7), []
+    monkeypatch.setattr(dedup.DedupTasks, "decide", lambda tasks, partition, turn, decide=dedup.DedupTasks.decide: (
+        turns.append(turn), decide(tasks, partition, turn))[1])
+    for name, memory, partition_bytes in [("whole", 1 << 30, 1 << 26), ("cut", 1 << 16, 1)]:
+        monkeypatch.setattr(exchange, "PARTITION_BYTES", partition_bytes)
+        deduplicate(shards, tmp_path / name, memory=memory)
+    assert turns.count(0) == 1 + 7 and max(turns) > 1, "some documents wait for those of other partitions"
+    monkeypatch.undo()
+    deduplicate(shards, tmp_path / "two", 2, memory=1 << 17)
+    assert visible(tmp_path / "whole") == visible(tmp_path / "cut") == visible(tmp_path / "two")
     with monkeypatch.context() as patched, pytest.raises(KeyboardInterrupt):
-        patched.setattr(dedup, "SignatureFiles", Mock(side_effect=KeyboardInterrupt))
+        patched.setattr(dedup, "find_copies", Mock(side_effect=KeyboardInterrupt))
         deduplicate(shards, tmp_path / "out")
     monkeypatch.setattr(minhash, "signature_rows", lambda *rest, **named: pytest.fail("made again"))
     deduplicate(shards, tmp_path / "out")
-    assert visible(tmp_path / "out") == visible(tmp_path / "1")
+    assert visible(tmp_path / "out") == visible(tmp_path / "whole")
 
 
 def test_empty_inputs_give_empty_shards_and_a_line_that_is_no_document_is_named(tmp_path: Path) -> None:
@@ -249,22 +264,22 @@ def test_a_signature_depends_on_the_set_of_shingles_alone_and_bands_are_the_long
 
 @pytest.mark.parametrize(("memory", "high"), [
     (1, (1 << 64) - 1), (2000, 3), (2000, (1 << 64) - 1), (20_000, 0), (1 << 20, 3)])  # 0: all are equal, 3: most
-def test_rows_come_back_sorted_whatever_fits(memory: int, high: int, tmp_path: Path) -> None:
+def test_rows_come_back_sorted_whatever_fits_and_each_in_one_partition(memory: int, high: int, tmp_path: Path) -> None:
     rng = np.random.default_rng(memory)
     for width in (1, 3):
-        for count in (0, 1, 700):
-            sorter, parts = RowSorter(tmp_path, width, memory), []
-            for size in (count // 3, 0, count - count // 3):
-                parts.append(rng.integers(0, high, (size, width), dtype=np.uint64, endpoint=True))
-                sorter.add(parts[-1])
+        for size in (0, 1, 700 if memory > 1 else 20):
+            folder, parts = tmp_path / f"{width}-{size}", []
+            for task in ("a", "b"):
+                parts += [rng.integers(0, high, (count, width), dtype=np.uint64, endpoint=True)
+                          for count in (size // 3, 0, size - size // 3)]
+                write_runs(folder, task, parts[-3:], memory)
             expected = sorted(map(tuple, np.concatenate(parts).tolist()))
-            assert [tuple(row) for row in iterate_rows(sorter.sorted())] == expected
-    assert os.listdir(tmp_path) == []
+            for edges in ([0, 1 << 64], [0, 1, 2, 1 << 63, 1 << 64]):
+                found = [iterate_rows(merge_runs(folder, width, *between, memory)) for between in pairwise(edges)]
+                assert [tuple(row) for rows in found for row in rows] == expected
     memory = 1 << 14  # which bounds the blocks, even if all rows are equal
-    sorter = RowSorter(tmp_path, 2, memory)
-    for _ in range(10):
-        sorter.add(np.ones((1000, 2), np.uint64))
-    sizes = [block.nbytes for block in sorter.sorted()]
+    write_runs(tmp_path / "equal", "a", 10 * [np.ones((1000, 2), np.uint64)], memory)
+    sizes = [block.nbytes for block in merge_runs(tmp_path / "equal", 2, 0, 2, memory)]
     assert sum(sizes) == 10 * 1000 * 16 and max(sizes) <= memory // 4
 
 

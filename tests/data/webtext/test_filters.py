@@ -22,6 +22,7 @@ from data.tokenizer import GPT2BPETokenizer
 from data.webtext import extract, filters
 from data.webtext.__main__ import build_language, build_parser
 from data.webtext.dedup import run_unique
+from data.webtext.engines import LocalEngine
 from data.webtext.documents import Document, DocumentCounts, DroppedDocument
 from data.webtext.filters import (CUT_MARGIN, MAX_SAMPLES, MIN_PART_CHARACTERS, NGRAM_WORDS, SAMPLE_CHARACTERS,
                                   WINDOW_CHARACTERS, language_scores, make_decontaminate, read_evaluation_ngrams,
@@ -94,8 +95,9 @@ def test_the_first_document_of_each_address_is_kept_as_a_set_would_have_it(tmp_p
             seen.add(key)
     out = tmp_path / "out"
     out.mkdir()
-    total = sum(run_unique(shards, out, workers, memory=memory), DocumentCounts())
-    assert [line for path in sorted(out.iterdir()) for line in path.read_bytes().splitlines(keepends=True)] == expected
+    total = sum(run_unique(shards, out, LocalEngine(workers), memory=memory), DocumentCounts())
+    assert [line for path in sorted(out.glob("part-*"))
+            for line in path.read_bytes().splitlines(keepends=True)] == expected
     assert total.documents_in - total.dropped["duplicate URL"] == total.documents_kept == len(expected) > 100
 
 

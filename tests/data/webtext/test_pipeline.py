@@ -7,6 +7,7 @@ import json
 import os
 import random
 import re
+from collections import Counter
 from collections.abc import Sequence
 from itertools import islice
 from pathlib import Path
@@ -19,6 +20,7 @@ from data.tokenizer import ByteLevelTokenizer
 from data.webtext import split
 from data.webtext.__main__ import GLOBAL_STAGES, main
 from data.webtext.documents import NUM_SAMPLES, SAMPLE_CHARACTERS, Document, DocumentCounts, shard_name
+from data.webtext.engines import LocalEngine
 from tests.data.helpers import in_a_fork
 from tests.data.webtext.test_filters import TEXTS
 from tests.data.webtext.test_runner import contents
@@ -86,6 +88,41 @@ def test_what_comes_out_is_what_should(whole: Path) -> None:
     assert sorted(texts) == sorted(article(k) for k in [*range(40), 60, 70])
     assert [corpus["name"] for corpus in report["corpora"]] == ["corpus", "corpus_valid"]
     assert sum(corpus["documents"] for corpus in report["corpora"]) == 42
+
+
+def dropped_in(folder: Path) -> list[dict[str, str]]:
+    return [json.loads(line) for path in sorted(folder.glob("dropped-*.gz"))
+            for line in gzip.decompress(path.read_bytes()).splitlines()]
+
+
+def test_every_dropped_text_can_be_read_with_its_reason(raw: Path, whole: Path, tmp_path: Path) -> None:
+    report = json.loads((whole / "report.json").read_text())
+    previous = whole
+    for number, stage in enumerate(report["stages"]):
+        before = {} if not number else {json.loads(line)["text"]: line for path in previous.glob("part-*.jsonl")
+                                        for line in path.read_text().splitlines()}
+        previous = next(whole.glob(f"*-{stage['stage']}"))
+        found = dropped_in(previous)
+        assert Counter(text["reason"] for text in found) == {
+            reason: tally["documents"] for reason, tally in stage["dropped"].items()}
+        assert all(not number or text["text"] in before for text in found)
+    shares = [tmp_path / f"{k}" for k in (0, 1)]
+    for k, share in enumerate(shares):
+        main(["urls", str(raw), "--output", str(share), "--on-error", "skip", "--shard-bytes", "8K",
+              "--shard", f"{k}/2"])
+    main(["merge", *map(str, shares), "--output", str(tmp_path / "merged")])
+    merged, of_shares = dropped_in(tmp_path / "merged"), [text for share in shares for text in dropped_in(share)]
+    assert merged == of_shares != []
+    (tmp_path / "copy").mkdir()
+    for path in (tmp_path / "merged").iterdir():
+        if path.name.startswith(("part", "dropped")):
+            (tmp_path / "copy" / path.name).write_bytes(path.read_bytes())
+    main(["read", str(tmp_path / "copy"), "--output", str(tmp_path / "again")])
+    counts = json.loads((tmp_path / "again/stage.json").read_text())["counts"]
+    merged_counts = json.loads((tmp_path / "merged/stage.json").read_text())["counts"]
+    assert counts["in"]["documents"] == merged_counts["kept"]["documents"], "no reader takes the dropped ones for text"
+    main(["clean", str(tmp_path / "merged"), "--output", str(shares[0]), "--min-tokens", "1"])
+    assert not dropped_in(shares[0]), "those of the earlier stage are gone"
 
 
 def test_the_report_says_the_same_as_text_and_as_a_page(whole: Path) -> None:
@@ -201,7 +238,7 @@ def files_of(folder: Path) -> dict[str, bytes]:
 
 
 def shuffle(paths: list[Path], out: Path, workers: int = 1, **options: int) -> DocumentCounts:
-    return sum(split.run_shuffle(paths, out, workers, **options), DocumentCounts())
+    return sum(split.run_shuffle(paths, out, LocalEngine(workers), **options), DocumentCounts())
 
 
 def test_the_order_is_that_of_the_keys_whatever_memory_and_shards(tmp_path: Path) -> None:
@@ -223,7 +260,7 @@ def test_the_order_is_that_of_the_keys_whatever_memory_and_shards(tmp_path: Path
 def test_every_document_is_in_one_part_in_order_for_any_workers(tmp_path: Path) -> None:
     shards = write_shards(tmp_path / "in", [500, 0, 700])
     for name, workers in (("out", 1), ("two", 2)):
-        counts = sum(split.run_split(shards, tmp_path / name, workers, shares="80,15,5"), DocumentCounts())
+        counts = sum(split.run_split(shards, tmp_path / name, LocalEngine(workers), shares="80,15,5"), DocumentCounts())
         assert counts.documents_kept == 1200
     found = [numbers_of(tmp_path / "out" / part) for part in split.PARTS]
     assert sorted(sum(found, [])) == list(range(1200)) and all(part == sorted(part) for part in found)

@@ -9,7 +9,7 @@ from collections import Counter
 import pytest
 
 from data.webtext.documents import Document, DroppedDocument
-from data.webtext.quality import (ALL_RULES, EMAIL_MARK, IP_MARK, RULES, TextStatistics, make_quality, mask,
+from data.webtext.quality import (ALL_RULES, EMAIL_MARK, IP_MARK, PHONE_MARK, RULES, TextStatistics, make_quality, mask,
                                   parse_rules, repeated_ngram_share, top_ngram_share)
 from tests.data.webtext.planted import babble
 
@@ -102,6 +102,14 @@ def test_lines_of_notices_code_and_two_words_are_left_out() -> None:
 @pytest.mark.parametrize("text, masked", [
     ("write to a.b+c@mail.example.co.uk, please", f"write to {EMAIL_MARK}, please"),
     ("at 8.8.8.8 and 8.8.4.4.", f"at {IP_MARK} and {IP_MARK}."), ("10.0.0.1 and 127.0.0.1 are private", None),
-    ("version 1.2.3.4.5, 300.1.1.1, v1.1.1.1x", None), ("an @name, a@b, me at home", None)])
+    ("version 1.2.3.4.5, 300.1.1.1, v1.1.1.1x", None), ("an @name, a@b, me at home", None),
+    *((f"Call {number}, please.", f"Call {PHONE_MARK}, please.") for number in (
+        "+1 (415) 555-2671", "415-555-2671", "(212) 555-0199", "+49 30 901820", "+442079460958", "1-800-555-0199",
+        "+33 1 23 45 67 89", "+1\u00a0415\u00a0555\u00a02671")),
+    ("call 212-555-0100x12", f"call {PHONE_MARK}x12"), ("Tel.+44 20 7946 0018", f"Tel.{PHONE_MARK}"),
+    *((text, None) for text in ("2019-11-29", "ISBN 978-0-306-40615-7", "4111 1111 1111 1111", "3.141-592-6535", "+12",
+                                "10.000-20.000", "+3.14159265", "+40.7127753", "+100 000 000 euros",
+                                "x415-555-2671", "1914-1918", "+1 2 3 4 5")),
+])
 def test_addresses_of_people_are_masked(text: str, masked: str | None) -> None:
     assert mask(text) == (text if masked is None else masked)

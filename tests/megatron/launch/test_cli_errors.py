@@ -66,6 +66,7 @@ WRONG = [
     ("--train-data {}/short", 3, "17", "--seq-length"),
     ("--train-data {}/ids --split 1,0,0", 3, "{}/ids.bin", "document 2", "offset 4", "383", "257"),
     ("--train-data {}/cut", 3, "{}/cut.bin"),
+    ("--train-data {}/mixture.yaml --split 1,0,0", 3, "--train-data: {}/fine", "max_epochs is 0.1", "read at most"),
     *((f"{MOCK}--load {{}}/{name}{more}", 4, "{}/" + name)
       for name in ("missing", "folder") for more in ("", " --save {}/fresh")),
     (MOCK + "--save {}/file --metrics-file {}/m", 7, "--save", "{}/file"),
@@ -88,6 +89,7 @@ def place(tmp_path_factory: pytest.TempPathFactory) -> Path:
         for number in range(3):
             writer.add_documents([7] * 4 + [383 if number == 2 else 8] + [9] * 60, [65])
     (folder / "ids.json").unlink()  # like a corpus of Megatron-LM's; the padded table has a row 383
+    (folder / "mixture.yaml").write_text(f"sources: [{{name: {write_corpus(folder / 'fine')}, max_epochs: 0.1}}]")
     cut = Path(write_corpus(folder / "cut") + ".bin")
     cut.write_bytes(cut.read_bytes()[:-3])
     return folder

@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 
+from data import gpt2_dataset
 from data.gpt2_dataset import GPT2Dataset
 from data.indexed import IndexedCorpus
 from data.writer import CorpusWriter
@@ -57,8 +58,10 @@ def test_a_stream_gives_the_steps_in_order_and_then_ends(workers: int) -> None:
     assert seen == [[[first + 2, first + 3], [first + 6, first + 7]] for first in range(80, 80 + 7 * 8, 8)]
 
 
-def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(tmp_path: Path) -> None:
+def test_a_hundred_chains_of_resumes_use_every_sample_of_three_epochs_once(
+        tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every link has its own dp, micro-batch, accumulation and readers, and ends where it likes."""
+    monkeypatch.setattr(gpt2_dataset, "BLOCK_DOCUMENTS", 4)
     length, documents, draw = 4, 50, random.Random(3)
     with CorpusWriter(tmp_path / "corpus", vocab_size=length * documents) as writer:
         for number in range(documents):  # a sample is a document and one token more, so its first token names it

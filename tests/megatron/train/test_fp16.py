@@ -68,13 +68,14 @@ def test_overflows_at_the_smallest_scale_end_the_run_only_when_they_follow_each_
 
 
 def test_16_bit_training_follows_fp32(tmp_path: Path) -> None:
-    """Rounding of 2^-9 (bf16) and 2^-12 (fp16) of weights and activations; the loss falls by several units."""
-    common = [*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 60, "--lr", 5e-3,
+    """Rounding of 2^-9 (bf16) and 2^-12 (fp16) of weights and activations; the loss falls by several units. At
+    higher rates the difference grows with the order of the samples, not with the rounding."""
+    common = [*TINY, *NO_DROPOUT, "--train-data", write_corpus(tmp_path / "corpus"), "--train-iters", 60, "--lr", 2e-3,
               "--batch-size", 8, "--global-batch-size", 16]
     train([*common, "--metrics-file", tmp_path / "fp32"])
     exact = [step["lm_loss"] for step in steps(tmp_path / "fp32")]
     assert exact[-1] < exact[0] - 2
-    for flags, tolerance in ((["--bf16"], 0.05), (["--fp16", "--initial-loss-scale", "4096"], 0.01)):
+    for flags, tolerance in ((["--bf16"], 0.02), (["--fp16", "--initial-loss-scale", "4096"], 0.002)):
         train([*common, *flags, "--metrics-file", tmp_path / flags[0]])
         rough = steps(tmp_path / flags[0])
         assert not any(step["skipped"] for step in rough)
