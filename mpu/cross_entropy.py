@@ -29,6 +29,7 @@ from torch import Tensor
 
 from mpu.collectives import all_gather, all_reduce
 from mpu.device import load_kernels, on_accelerator
+from mpu.fp8 import BACKWARD_FORMAT, fp8_mm, to_fp8
 from mpu.grads import MainGrad
 from mpu.groups import Group
 from mpu.parallel_state import tp_group_or_current
@@ -50,18 +51,19 @@ SLAB_COLUMNS = 8192
 @dataclass(frozen=True)
 class VocabShard:
     """This rank's columns of the logits: ids [first_id, first_id + num_columns) are its real (unpadded) tokens. And
-    the factor of the z-loss."""
+    the factor of the z-loss, and whether logits are products of 8-bit factors."""
 
     tp: Group
     first_id: int
     num_columns: int
     z_loss: float = 0.0
+    fp8: bool = False
 
     @staticmethod
-    def of(local_size: int, tp: Group, vocab_size: int | None, z_loss: float = 0.0) -> VocabShard:
+    def of(local_size: int, tp: Group, vocab_size: int | None, z_loss: float = 0.0, fp8: bool = False) -> VocabShard:
         first = tp.rank * local_size
         real = local_size if vocab_size is None else max(0, min(local_size, vocab_size - first))
-        return VocabShard(tp, first, real, z_loss)
+        return VocabShard(tp, first, real, z_loss, fp8)
 
     def locate(self, target: Tensor) -> tuple[Tensor, Tensor]:
         """target [n] -> (is the target among this rank's columns [n], its local column or 0 [n])."""
@@ -82,7 +84,7 @@ def vocab_parallel_cross_entropy(logits: Tensor, target: Tensor, tp: Group | Non
 
 def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Group | None = None, *,
                          vocab_size: int | None = None, loss_weight: Tensor | None = None, grad_scale: float = 1.0,
-                         weight_main_grad: MainGrad | None = None, z_loss: float = 0.0) -> Tensor:
+                         weight_main_grad: MainGrad | None = None, z_loss: float = 0.0, fp8: bool = False) -> Tensor:
     """The loss of logits hidden @ weight.T without materializing them: hidden [N, H], weight [V / tp, H], target [N].
 
     With `loss_weight` [N]: the weighted mean of the losses (0 if all weights are 0). Forward computes its gradients,
@@ -93,7 +95,7 @@ def linear_cross_entropy(hidden: Tensor, weight: Tensor, target: Tensor, tp: Gro
 
     `hidden` is replicated over tp, and its gradient is the term of this rank's columns: `copy_to_region` or
     `gather_from_sequence_region` comes before, as with vocab_parallel_cross_entropy."""
-    shard = VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size, z_loss)
+    shard = VocabShard.of(weight.shape[0], tp_group_or_current(tp), vocab_size, z_loss, fp8)
     wants_grad = torch.is_grad_enabled() and (hidden.requires_grad or weight.requires_grad)
     if loss_weight is None:
         if not wants_grad:
@@ -123,18 +125,25 @@ def _chunked_loss(hidden: Tensor, weight: Tensor, target: Tensor, shard: VocabSh
             total = torch.empty_like(weight, dtype=dtype)
         if not len(hidden):  # no first chunk will overwrite it
             total.zero_()
-    buffer = hidden.new_empty(rows, len(weight))  # with padding: a product of odd width is slower
+    weight_fp8 = to_fp8(weight) if shard.fp8 else None
+    # with padding: a product of odd width is slower; fp8_mm makes its own
+    buffer = hidden.new_empty(0 if shard.fp8 else rows, len(weight))
     losses = torch.empty(len(hidden), dtype=torch.float32, device=hidden.device)
     d_hidden = torch.empty_like(hidden) if wants_grads[0] else None
     for start in range(0, len(hidden), rows):
         chunk = slice(start, start + rows)
         x = hidden[chunk]
-        logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, V / tp]
+        if weight_fp8 is None:
+            logits = torch.mm(x, weight.t(), out=buffer[: len(x)])  # [rows, H] x [H, V / tp]
+        else:
+            logits = fp8_mm(to_fp8(x), weight_fp8.t(), x.dtype, fast=True)
         losses[chunk] = losses_of_chunk(logits, target[chunk], shard, None if row_scale is None else row_scale[chunk])
         # `logits` [rows, V / tp] now holds the gradient of the logits
-        if d_hidden is not None:
+        if d_hidden is not None and weight_fp8 is None:
             torch.mm(logits, weight, out=d_hidden[chunk])
-        if total is not None:
+        elif d_hidden is not None and weight_fp8 is not None:
+            d_hidden[chunk] = fp8_mm(to_fp8(logits, BACKWARD_FORMAT), weight_fp8, x.dtype)
+        if total is not None:  # in 16 bits also with fp8: it is added to fp32 unrounded
             accumulate_weight_grad(total, logits, x, start == 0)
     if total is None or weight_buffer is None:
         return losses, d_hidden, None if total is None else total.to(weight.dtype)

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.overrides import has_torch_function
 
 from mpu.device import on_accelerator
+from mpu.fp8 import fp8_linear
 from mpu.grads import MainGrad
 from mpu.groups import Group
 from mpu.parallel_state import tp_group_or_current
@@ -87,6 +88,7 @@ class _ParallelModule(nn.Module):
     """A module with one split weight; `reset_parameters` initializes it again."""
 
     weight: nn.Parameter
+    fp8 = False  # in column and row layers: products of training have 8-bit factors (`use_fp8`)
 
     def __init__(self, logical: tuple[int, int], padded: tuple[int, int], partition: Partition, init_method: InitMethod,
                  tp: Group | None, dtype: torch.dtype | None, device: torch.device | str | None) -> None:
@@ -105,6 +107,11 @@ class _ParallelModule(nn.Module):
         bias = nn.Parameter(torch.zeros(size, dtype=self.weight.dtype, device=self.weight.device))
         set_partition(bias, partition)
         return bias
+
+    def product(self, x: Tensor, bias: Tensor | None) -> Tensor:
+        if self.fp8 and self.training:
+            return fp8_linear(x, self.weight, bias)
+        return linear(x, self.weight, bias)
 
     @torch.no_grad()
     def reset_parameters(self) -> Tensor | None:
@@ -154,10 +161,12 @@ class ColumnParallelLinear(_ParallelModule):
     def forward(self, x: Tensor) -> Tensor | tuple[Tensor, Tensor | None]:
         """[..., in] -> [..., out], or [..., out / tp] without `gather_output`."""
         added = None if self.skip_bias_add else self.bias
-        if self.sequence_parallel and self.training:
-            y = cast(Tensor, _GatherLinear.apply(x, self.weight, added, self.tp))  # type: ignore[no-untyped-call]
+        if not (self.sequence_parallel and self.training):
+            y = self.product(copy_to_region(x, self.tp), added)
+        elif self.fp8:
+            y = fp8_linear(x, self.weight, added, sequence_group=self.tp)
         else:
-            y = linear(copy_to_region(x, self.tp), self.weight, added)
+            y = cast(Tensor, _GatherLinear.apply(x, self.weight, added, self.tp))  # type: ignore[no-untyped-call]
         bias: Tensor | None = self.bias if self.skip_bias_add else None
         if self.gather_output:
             y = self._gather(y)
@@ -196,15 +205,15 @@ class RowParallelLinear(_ParallelModule):
         if not self.input_is_parallel:
             x = self._scatter(x)
         if self.tp.is_solo and not self.skip_bias_add:
-            return linear(x, self.weight, self.bias)  # one fused operation
+            return self.product(x, self.bias)  # one fused operation
         if self.sequence_parallel and self.training:
             added = None if self.bias is None or self.skip_bias_add else replicated_to_partial(self.bias, self.tp)
-            y = reduce_scatter_to_sequence_region(linear(x, self.weight, added), self.tp)
+            y = reduce_scatter_to_sequence_region(self.product(x, added), self.tp)
             if self.skip_bias_add:  # the caller adds the bias to this rank's positions alone
                 return y, None if self.bias is None else copy_to_region(self.bias, self.tp)
             return y
         # The bias is added after the sum: before it, it would count once per rank.
-        y = reduce_from_region(linear(x, self.weight), self.tp)  # partial sums [..., out] -> [..., out]
+        y = reduce_from_region(self.product(x, None), self.tp)  # partial sums [..., out] -> [..., out]
         if self.skip_bias_add:
             return y, self.bias
         return y if self.bias is None else y + self.bias
@@ -215,6 +224,13 @@ class RowParallelLinear(_ParallelModule):
             parts = x.reshape(*x.shape[:-1], self.stride, self.tp.size, -1)  # [..., stride, tp, n]
             x = parts.transpose(-3, -2).flatten(-3)  # [..., tp, stride, n] -> [..., in]
         return scatter_to_region(x, self.tp)
+
+
+def use_fp8(module: nn.Module) -> None:
+    """Give the products of all column and row layers of `module` 8-bit factors while it trains (fp8.py)."""
+    for layer in module.modules():
+        if isinstance(layer, ColumnParallelLinear | RowParallelLinear):
+            layer.fp8 = True
 
 
 class VocabParallelEmbedding(_ParallelModule):

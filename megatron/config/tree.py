@@ -19,7 +19,8 @@ from megatron.config.optimizer_config import (AUTO_STEPS, DEFAULT_WARMUP_FRACTIO
 from megatron.config.run_config import AutotuningConfig, LogConfig, ProfileConfig, SaveConfig
 from megatron.config.schema import (ErrorCollector, ErrorList, FlagToKeyNames, Needs, error_sentences, fields_of,
                                     flag_name, location_presence, require, setting_of)
-from megatron.config.zero_config import (OffloadConfig, ParallelConfig, PrecisionConfig, RecomputeConfig, ZeroConfig,
+from megatron.config.zero_config import (FP8_ALIGNMENT, OffloadConfig, ParallelConfig, PrecisionConfig,
+                                         RecomputeConfig, ZeroConfig,
                                          data_parallel_size)
 from megatron.errors import ConfigError
 
@@ -76,6 +77,16 @@ class Config:
         require(not self.parallel.sequence_parallel or self.seq_length % tp == 0, "{sequence_parallel} gives each "
                 "rank as many positions, and {seq_length} {length} is not divisible by {model_parallel_size=}",
                 length=self.seq_length)
+        if self.precision.fp8:
+            sizes = {"{hidden_size}": model.hidden_size // tp, "{intermediate_size}": model.ffn_size // tp,
+                     "{num_query_groups} x head size": model.kv_heads * model.head_size // tp,
+                     "{batch_size} x {seq_length}": self.train.batch_size * self.seq_length,
+                     "{make_vocab_size_divisible_by}": model.make_vocab_size_divisible_by}
+            for name, size in sizes.items():
+                require(size % FP8_ALIGNMENT == 0, f"{{fp8}} needs multiples of {FP8_ALIGNMENT} on each rank: {name} "
+                        f"gives {size}")
+            require(not model.memory_centric_tiled_linear, "{fp8} and {memory_centric_tiled_linear} exclude each "
+                    "other: tiles have products of their own; leave one out")
         if model.memory_centric_tiled_linear:
             require(tp == 1, "{memory_centric_tiled_linear} and {model_parallel_size=} exclude each other: both cut "
                     "the matrices of a block; give one of them")

@@ -43,12 +43,18 @@ def data_parallel_size(world_size: int, tp: int) -> int:
     return world_size // tp
 
 
+FP8_ALIGNMENT = 16  # sizes of products with 8-bit factors: cuBLAS wants rows to begin at multiples of 16 bytes
+
+
 @dataclass(frozen=True, kw_only=True)
 class PrecisionConfig(ConfigSection):
     """The working precision of weights and activations. Master weights and moments are always fp32."""
 
     fp16: bool = setting(False, "train in fp16 with loss scaling", json="fp16.enabled", common=True)
     bf16: bool = setting(False, "train in bf16", json="bf16.enabled", common=True)
+    fp8: bool = setting(False, "with --bf16: factors of the products of blocks in 8 bits while training; weights and "
+                               "checkpoints as without")
+    fp8_head: bool = setting(False, "with --fp8: the same for the logits and the gradient of their input", needs="fp8")
     loss_scale: float | None = setting(None, "fp16: fixed loss scale (default: dynamic)", json=JsonKey(
         "fp16.loss_scale", NUMBER_FROM_0, lambda scale: scale or None, help="0 is dynamic"), gt=0, le=2.0**64)
     initial_loss_scale: float = setting(2.0**16, "fp16: first dynamic loss scale", gt=0, le=2.0**64, json=JsonKey(
@@ -66,7 +72,7 @@ class PrecisionConfig(ConfigSection):
         None, "products of fp32 matrices: highest is fp32, high TF32, medium bf16, where the device has them (default: "
               "high on a GPU, highest on a CPU)")
     communication_data_type: Literal["fp32", "fp16", "bf16"] | None = setting(
-        None, "precision in which gradients are sent between ranks (default: that in which they are accumulated)",
+        None, "precision of gradients that ranks send (default: fp32 on GPUs, that of accumulation on CPUs)",
         json=JsonKey("communication_data_type", one_of("fp32", "fp16", "bf16"), nullable=True,
                      refused={"fp8": "gradients are sent in 16 or 32 bits; use fp32, fp16 or bf16"}))
     fp32_allreduce: bool = setting(False, "the old name of --communication-data-type fp32")
@@ -74,6 +80,7 @@ class PrecisionConfig(ConfigSection):
     def check(self, errors: ErrorList) -> None:
         errors.require(not (self.fp16 and self.bf16),
                        "{fp16} and {bf16} exclude each other: give one ({no bf16} takes one back)")
+        errors.require(self.bf16 or not self.fp8, "{fp8} needs {bf16}: all but products stays in bf16")
         errors.require(self.loss_scale is None or self.fp16,
                        "{loss_scale=} needs {fp16}: other precisions are not scaled")
         errors.require(not self.fp32_allreduce or self.communication_data_type in (None, "fp32"),

@@ -51,6 +51,7 @@ class GPT2(nn.Module):
         self.ln_f = Norm(config, tp if self.sequence_parallel else SOLO)
         # run_blocks(blocks, x, *args) -> x; activation checkpointing replaces it.
         self.run_blocks: Callable[..., Tensor] = run_in_order
+        self.fp8_head = False  # logits of training are products of 8-bit factors
         # Called with the blocks that run, if layer dropping leaves some out.
         self.on_blocks_chosen: Callable[[Sequence[nn.Module]], None] = lambda blocks: None
 
@@ -95,7 +96,8 @@ class GPT2(nn.Module):
         return linear_cross_entropy(x.flatten(0, 1), self.wte.weight, targets.flatten(), self.tp,
                                     vocab_size=self.config.known_vocab_size, loss_weight=weight.flatten(),
                                     grad_scale=grad_scale, weight_main_grad=self.wte.weight_main_grad,
-                                    z_loss=self.config.z_loss if self.training else 0.0)
+                                    z_loss=self.config.z_loss if self.training else 0.0,
+                                    fp8=self.fp8_head and self.training)
 
     def _choose_blocks(self, step: int, theta: float) -> list[Callable[..., Tensor]]:
         """The blocks that run in this step. The others are not called, so the engine does not gather them."""

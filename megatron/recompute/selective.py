@@ -17,8 +17,9 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from mpu.random import get_rng_tracker
 
-KEPT = ("aten::mm", "aten::addmm", "_c10d_functional::all_reduce", "_c10d_functional::reduce_scatter_tensor",
-        "_c10d_functional::all_to_all_single")  # the last is a reduce-scatter on a CPU
+KEPT = ("aten::mm", "aten::addmm", "aten::_scaled_mm", "_c10d_functional::all_reduce",
+        # the second is a reduce-scatter on a CPU
+        "_c10d_functional::reduce_scatter_tensor", "_c10d_functional::all_to_all_single")
 # Module of --recompute-modules -> its operations. A name stands for all that begin with it: attention has a kernel for
 # each device and dtype.
 OPERATIONS = {"core_attn": ("aten::_scaled_dot_product_",), "mlp_act": ("aten::gelu", "aten::silu", "aten::relu"),

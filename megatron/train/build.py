@@ -30,6 +30,7 @@ from megatron.zero.deferred_init import defer_param_init
 from megatron.zero.partitioned_param import full_shape
 from megatron.zero.tiling import tile_linears
 from mpu.groups import SOLO, Groups
+from mpu.layers import use_fp8
 from mpu.random import model_parallel_cuda_manual_seed
 
 CUBLAS_WORKSPACE_VARIABLE = "CUBLAS_WORKSPACE_CONFIG"  # setting it makes cuBLAS deterministic
@@ -117,6 +118,9 @@ def model(config: Config, groups: Groups, recompute_runner: Recomputation | None
     gpt2 = GPT2(config.model, groups.tp, config.train.seed, deferred, config.parallel.sequence_parallel)
     if deferred:
         defer_param_init(gpt2.parameters(), groups.dp)
+    if config.precision.fp8:
+        use_fp8(gpt2.blocks)
+        gpt2.fp8_head = config.precision.fp8_head
     if config.recompute.is_selective:
         for block in gpt2.blocks:
             recompute.recompute_selectively(block, config.recompute.recompute_modules)
@@ -130,6 +134,8 @@ def model(config: Config, groups: Groups, recompute_runner: Recomputation | None
 
 def engine(config: Config, model: GPT2, groups: Groups, device: torch.device) -> Engine:
     """The engine on `device`. Applies torch.compile to the model as configured."""
+    require(not config.precision.fp8 or device.type != "cuda" or torch.cuda.get_device_capability(device) >= (8, 9),
+            "--fp8: this GPU has no products of 8-bit factors, Ada and Hopper (capability 8.9) do; leave it out")
     torch.set_float32_matmul_precision(matmul_precision(config, device))
     compile_model(model, config, groups.dp.size, device)
     param_groups: list[ParamGroup] = [  # no weight decay for biases and LayerNorms

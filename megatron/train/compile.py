@@ -120,12 +120,14 @@ def arithmetic_precision(config: Config, device: torch.device) -> str:
 def compilation_line(config: Config, dp_size: int, device: torch.device) -> str | None:
     """Console line on precision and compilation; None on a CPU with default settings."""
     made = choose_compilation(config, dp_size, device)
-    if device.type == "cpu" and made.scope == "nothing" and config.precision.matmul_precision is None:
+    fp8 = config.precision.fp8
+    if device.type == "cpu" and made.scope == "nothing" and config.precision.matmul_precision is None and not fp8:
         return None
     what = {"nothing": "nothing is compiled", "blocks": "each block is compiled", "model": "the model is compiled"}
     graphs = " into CUDA graphs" if config.train.cuda_graphs and made.scope != "nothing" else ""
     why = f" ({made.reason})" if made.reason else ""
-    return (f" products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; "
+    in_8_bits = f"products of blocks{' and logits' * config.precision.fp8_head} in fp8; " * fp8
+    return (f" {in_8_bits}products of fp32 matrices in {_MATMUL_PRECISION_NAMES[matmul_precision(config, device)]}; "
             f"{what[made.scope]}{graphs}{why}")
 
 

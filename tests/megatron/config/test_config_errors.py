@@ -202,7 +202,7 @@ def given(name: str) -> list[str]:
 
 
 def test_a_setting_of_a_method_that_is_off_is_noted_and_one_of_a_method_that_is_on_is_not() -> None:
-    for name in SWITCH.keys() - {"quantize_eigenvalue", "contiguous_memory_optimization"}:
+    for name in SWITCH.keys() - {"quantize_eigenvalue", "contiguous_memory_optimization", "fp8_head"}:
         chain = [SWITCH[name]]
         while chain[-1] in SWITCH:
             chain.append(SWITCH[chain[-1]])
@@ -224,6 +224,7 @@ def test_a_setting_of_another_optimizer_is_noted() -> None:
 NOTED = [
     ("--onebit-freeze-step 10", "--onebit-freeze-step has no effect with --optimizer adam: onebit_adam, onebit_lamb "
                                 "read it"),
+    ("--bf16 --fp8-head", "--fp8-head has no effect without --fp8"), ("--bf16 --fp8 --fp8-head", None),
     ("--pld-theta 0.3 --pld-gamma 0.1", "--pld-theta and --pld-gamma have no effect without --progressive-layer-drop"),
     ("--lr-wsd-decay-iters 5 --lr-wsd-decay-style linear",
      "--lr-wsd-decay-iters and --lr-wsd-decay-style have no effect without --lr-decay-style WSD"),

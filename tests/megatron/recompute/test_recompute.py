@@ -28,6 +28,7 @@ from megatron.model import GPT2
 from megatron.recompute import Recomputation, activation_checkpoint, selective
 from megatron.train import build
 from mpu.groups import SOLO, Group, Groups, build as build_groups
+from mpu.layers import use_fp8
 from mpu.random import capture_rng, get_rng_tracker, model_parallel_cuda_manual_seed
 from tests.distributed import run_ranks
 from tests.megatron.helpers import TINY, engine_of, lines, tiny_model, train
@@ -152,8 +153,10 @@ class Operations(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def operations(modules: tuple[str, ...] | None) -> Counter[str]:
+def operations(modules: tuple[str, ...] | None, fp8: bool = False) -> Counter[str]:
     model = GPT2(tiny_model(num_layers=1, attention_dropout=0.0, hidden_dropout=0.0))
+    if fp8:
+        use_fp8(model.bfloat16())
     if modules is not None:
         recompute.recompute_selectively(model.blocks[0], modules)
     rows = torch.zeros(1, 17, dtype=torch.long)
@@ -172,6 +175,8 @@ def test_selective_recomputation_runs_the_modules_again_and_no_product() -> None
         assert all(again[name] == plain[name] for name in ("mm", "addmm"))
         assert {module: again[name] - plain[name] for module, (name, _) in names.items()} == {
             module: times if module in modules else 0 for module, (_, times) in names.items()}
+    with patch("mpu.fp8.on_accelerator", lambda x: True):
+        assert operations((), fp8=True)["_scaled_mm"] == operations(None, fp8=True)["_scaled_mm"] == 3 * 4
 
 
 # ---- what waits for backward -------------------------------------------------------------------------------------

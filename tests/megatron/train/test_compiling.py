@@ -109,6 +109,7 @@ def trained(values: dict[str, Any], steps: int = 2) -> list[float]:
 @pytest.mark.filterwarnings("ignore")  # torch's compiler warns about torch
 @pytest.mark.parametrize("values", [
     *({"zero_stage": stage} for stage in range(4)), {"zero_stage": 1, "bf16": True},
+    {"zero_stage": 2, "bf16": True, "fp8": True, "fp8_head": True},
     {"checkpoint_activations": True}, SELECTIVE, {**SELECTIVE, "zero_stage": 3}], ids=str)
 def test_a_compiled_engine_has_no_graph_break_and_computes_the_same_bits(values, monkeypatch):
     monkeypatch.setattr(mpu.device, "FORCE_ACCELERATOR_PATH", True)

@@ -39,7 +39,7 @@ DROPPED = ["--progressive-layer-drop", "--pld-theta", 0.5]
 
 @pytest.mark.parametrize("precision, tp, dp, accumulation, recomputes, more", [
     ("fp16", 2, 1, 4, True, ["--sequence-parallel"]), ("fp32", 2, 2, 1, False, []),
-    ("bf16", 1, 2, 4, True, [*DROPPED, "--pld-gamma", 0.5, *ROUNDED, "--quantize-rounding", "stochastic",
+    ("bf16", 1, 2, 4, True, ["--fp8", *DROPPED, "--pld-gamma", 0.5, *ROUNDED, "--quantize-rounding", "stochastic",
                              "--quantize-mixed", "--quantize-change-ratio", 0.4])])
 def test_a_run_interrupted_after_every_step_equals_one_that_was_not(
         precision: str, tp: int, dp: int, accumulation: int, recomputes: bool, more: list[object], tmp_path: Path,
