@@ -57,12 +57,7 @@ class Group:
         assert world is not None
         if own is not None or world.size() == 1:
             return own or world
-        # With bound devices NCCL would split the world, which every rank would have to call.
-        bound, world.bound_device_id = world.bound_device_id, None
-        try:
-            return _find_or_create_process_group(f"rank {dist.get_rank()} alone", (dist.get_rank(),))
-        finally:
-            world.bound_device_id = bound
+        return _find_or_create_process_group(f"rank {dist.get_rank()} alone", (dist.get_rank(),))
 
     @property
     def control_process_group(self) -> dist.ProcessGroup | None:
@@ -152,6 +147,12 @@ def subgroup(group: Group, size: int) -> Group:
     return _subgroup_of(group, f"{size} neighbours", mine)
 
 
+def duplicate_group(group: Group) -> Group:
+    """Another process group of the same ranks, whose collectives an accelerator runs beside those of the first.
+    Collective over the group; a second call finds the same group."""
+    return _subgroup_of(group, "all", group.ranks)
+
+
 def _subgroup_of(group: Group, which: str, ranks: tuple[int, ...]) -> Group:
     timeout = _timeout_of(group)
     handle = _find_or_create_process_group(f"{which} of {group.name}", ranks, timeout) if len(ranks) > 1 else None
@@ -177,8 +178,15 @@ def _find_or_create_process_group(purpose: str, ranks: tuple[int, ...], timeout:
 def _create_process_group(ranks: tuple[int, ...], timeout: timedelta | None, backend: str | None = None,
                           purpose: str | None = None) -> dist.ProcessGroup:
     """Collective over the new group's ranks only."""
-    return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True,
-                                                  group_desc=purpose))
+    world = dist.group.WORLD
+    assert world is not None
+    # With bound devices NCCL would split the world, which every rank would have to call.
+    bound, world.bound_device_id = world.bound_device_id, None
+    try:
+        return cast(dist.ProcessGroup, dist.new_group(list(ranks), timeout, backend, use_local_synchronization=True,
+                                                      group_desc=purpose))
+    finally:
+        world.bound_device_id = bound
 
 
 def groups_from_process_groups(tp: dist.ProcessGroup | None, dp: dist.ProcessGroup | None) -> Groups:
@@ -194,16 +202,11 @@ def _axis_group(groups: list[tuple[int, ...]], world: Group, timeout: timedelta 
         return world
     if len(mine) == 1:
         handle = None
-    elif _has_bound_device(dist.group.WORLD):  # a connected world is split once for all `groups`
+    elif world.process_group.bound_device_id is not None:  # a connected world is split once for all `groups`
         handle = track_collective(dist.split_group)(split_ranks=[list(ranks) for ranks in groups], timeout=timeout)
     else:  # the ranks of each group connect among themselves
         handle = _create_process_group(mine, timeout)
     return _wrap_process_group(world.rank, mine, handle, timeout)
-
-
-def _has_bound_device(world: dist.ProcessGroup | None) -> bool:
-    """Whether each rank has bound its device, so that NCCL has connected and can split."""
-    return world is not None and world.bound_device_id is not None
 
 
 def _wrap_process_group(rank: int, ranks: tuple[int, ...], handle: dist.ProcessGroup | None,

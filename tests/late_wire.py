@@ -8,13 +8,19 @@ storage may have moved or changed its size. At each start and each wait, operati
 same on all ranks; one that is never waited for is an error at the end. Then the real wire takes over at once.
 
 What is read is not seen directly, only what it leads to. Waits of functional collectives are torch's.
+
+    with timed_wire({"all_reduce": 1.0}) as clock: ...
+
+The same program on an accelerator with a clock: `clock.now` is the time of its stream of computation.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
+from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -127,6 +133,41 @@ def late_wire(seed: int = 0) -> Iterator[Network]:
     with patch.object(collectives, "backend_for", lambda x: LateWire(wire_for(x), network)):
         yield network
     assert not network.under_way, f"never waited for: {[operation._what for operation in network.under_way]}"
+
+
+class Clock:
+    """What computes adds to `now`. Operations of one process group run one after the other, as on its stream."""
+
+    def __init__(self) -> None:
+        self.now, self.free_at = 0.0, Counter[str]()
+
+    def start(self, group: Group, seconds: float) -> Callable[[], None]:
+        """An operation that is started now; what is returned waits for it."""
+        end = self.free_at[str(group.name)] = max(self.now, self.free_at[str(group.name)]) + seconds
+
+        def wait() -> None:
+            self.now = max(self.now, end)
+
+        return wait
+
+
+@contextmanager
+def timed_wire(seconds: Mapping[str, float]) -> Iterator[Clock]:
+    """Operations take these seconds, by their names in CollectiveBackend; others take none."""
+    clock, wire_for = Clock(), collectives.backend_for
+
+    class TimedWire:
+        def __init__(self, wire: CollectiveBackend) -> None:
+            self._wire = wire
+
+        def __getattr__(self, kind: str) -> Callable[..., CollectiveWork]:
+            def start(*args: Any) -> CollectiveWork:
+                group = next(value for value in args if isinstance(value, Group))
+                return CollectiveWork([getattr(self._wire, kind)(*args)], clock.start(group, seconds.get(kind, 0.0)))
+            return start
+
+    with patch.object(collectives, "backend_for", lambda x: TimedWire(wire_for(x))):
+        yield clock
 
 
 # -- also of late_copy_streams.py ------------------------------------------------------------------------------------

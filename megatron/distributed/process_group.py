@@ -14,6 +14,7 @@ import os
 import re
 import resource
 import socket
+import struct
 import sys
 import time
 import traceback
@@ -23,6 +24,7 @@ from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from datetime import timedelta
 from functools import cache, partial
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megatron.distributed.preflight import check_ranks_match, code_digest
@@ -38,6 +40,7 @@ DEFAULT_TIMEOUT_SECONDS = 600.0
 RETRY_SECONDS, MAX_RETRY_SECONDS = 0.2, 2.0  # first and longest pause between attempts to reach rank 0
 BACKENDS = ("nccl", "gloo")
 LOOPBACK = ("127.0.0.1", "localhost")
+PCI, ROUTES = Path("/sys/bus/pci/devices"), Path("/proc/net/route")
 RENDEZVOUS_VARIABLES = ("MASTER_PORT", "GLOO_SOCKET_IFNAME", "TORCH_GLOO_LAZY_INIT")  # set by us if they are unset
 # Why rank 0 cannot listen; torch's message contains the errno's name.
 PORT_REFUSALS = {errno.EADDRINUSE: "is in use: another job or program listens there",
@@ -146,6 +149,19 @@ def device_for(env: Environment, backend: str | None = None) -> torch.device:
     return torch.device("cuda", env.local_rank % count)
 
 
+def bind_to_cpus_of(device: torch.device) -> None:
+    """Run this thread, and threads that it starts, on the CPUs of the GPU's NUMA node, unless an affinity was given."""
+    import torch
+
+    gpu: Any = torch.cuda.get_device_properties(device)  # torch does not declare all of them
+    address = f"{gpu.pci_domain_id:04x}:{gpu.pci_bus_id:02x}:{gpu.pci_device_id:02x}.0"
+    with suppress(OSError, ValueError):  # a virtual machine may hide the topology
+        ranges = (PCI / address / "local_cpulist").read_text().strip().split(",")  # "0-3,8"
+        first_and_last = [(int(part.split("-")[0]), int(part.split("-")[-1])) for part in ranges]
+        if len(os.sched_getaffinity(0)) == os.cpu_count():
+            os.sched_setaffinity(0, [cpu for first, last in first_and_last for cpu in range(first, last + 1)])
+
+
 @contextmanager
 def restore_variables_on_error() -> Iterator[None]:
     """Unset variables that the body set for a rendezvous that failed: the next one may use another port or address."""
@@ -176,6 +192,8 @@ def init_process_group(env: Environment | None = None, backend: str | None = Non
     device = device_for(env, backend)
     if device.type == "cuda":
         torch.cuda.set_device(device)
+        if env.local_world_size == torch.cuda.device_count() > 1:  # otherwise ranks may be near the same CPUs
+            bind_to_cpus_of(device)
     elif backend == "nccl":
         raise ConfigError("--distributed-backend nccl needs a GPU, but torch sees none; leave the flag out or use gloo")
     if env.world_size > 1:
@@ -271,13 +289,16 @@ def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store
             f"environment: {env.world_size} ranks cannot meet without {' and '.join(missing)}; set the address of rank "
             "0's node and a free port there (docs/launch.md), or start with megatron.launch")
     address, port = os.environ["MASTER_ADDR"], _integer_variable(os.environ, "MASTER_PORT")
+    if address in LOOPBACK:
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    elif env.world_size > env.local_world_size and (name := interface_towards(address)):
+        # by itself gloo takes the interface of this machine's name, which on many systems is the loopback interface
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
     if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True":  # torchrun serves it
         agent_store: dist.Store = next(dist.rendezvous("env://", env.rank, env.world_size, timeout=timeout))[0]
         agent_store.set_timeout(timeout)
         # torchrun's store keeps the keys of ranks from before a restart (--max-restarts).
         return dist.PrefixStore(f"restart{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", agent_store)
-    if address in LOOPBACK:
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     # No waiting for missing ranks here: preflight.py waits, and names them.
     tcp = partial(dist.TCPStore, address, port, None, env.rank == 0, timeout, wait_for_workers=False)
     if env.rank > 0:
@@ -293,6 +314,18 @@ def _open_store(env: Environment, timeout: timedelta) -> torch.distributed.Store
     # TCPStore listens on every interface even for 127.0.0.1, unless it is handed a socket that is bound already.
     listener = socket.create_server((address, port), backlog=max(128, env.world_size))
     return tcp(master_listen_fd=listener.detach())
+
+
+def interface_towards(address: str) -> str | None:
+    """The network interface on the route to an IPv4 address or name; for a loopback address the default route's."""
+    found = []
+    with suppress(OSError):
+        (target,) = struct.unpack("=I", socket.inet_aton(socket.gethostbyname(address)))
+        for line in ROUTES.read_text().splitlines()[1:]:
+            name, destination, _, _, _, _, metric, mask, *_ = line.split()
+            if target & int(mask, 16) == int(destination, 16):
+                found.append((int(mask, 16).bit_count(), -int(metric), name))
+    return max(found)[-1] if found else None
 
 
 def try_connect(address: str, port: int, seconds: float) -> socket.socket | str:

@@ -57,7 +57,7 @@ TASKS: dict[str, dict[str, Protocol]] = {
         # a line end between two spaces is a word, as in the published counts
         "megatron": Protocol(stride=32, count_words=lambda text: len(text.strip().split(" ")), unscored_words=1,
                              max_loss=20.0),
-        "openai": Protocol(stride=0, starts_with_eod=True),  # docs/decisions/020
+        "openai": Protocol(stride=0, starts_with_eod=True),
         # counts the empty strings before the first word and after the last
         "lm-eval": Protocol(count_words=lambda text: len(re.split(r"\s+", text)))},
     "lambada": {"megatron": Protocol(target="last token"), "openai": Protocol(target="last token"),

@@ -26,7 +26,12 @@ from megatron.launch.supervisor import Supervisor
 
 DEFAULT_PORT = 29500
 RENDEZVOUS_SECONDS = 600.0
-FAULT_HANDLER_ON = ("PYTHONFAULTHANDLER", "1")  # a rank that crashes in native code prints the stack of each thread
+# Variables of each rank, unless they are set.
+DEFAULT_VARIABLES = {
+    "PYTHONFAULTHANDLER": "1",  # a rank that crashes in native code prints the stack of each thread
+    "TORCH_CPP_LOG_LEVEL": "ERROR",  # as exit_codes.py does; set here also for scripts that are not ours
+    # NCCL's last collectives are kept, and written to a file of each rank when one of them times out.
+    "TORCH_FR_BUFFER_SIZE": "2000", "TORCH_NCCL_DUMP_ON_TIMEOUT": "1"}
 OPTIONS_WITHOUT_VALUE = ("-h", "--help", "-m", "--module")
 
 
@@ -116,15 +121,12 @@ def shared_environment(options: argparse.Namespace, store_file: str | None) -> d
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
     environment = dict(
-        os.environ, WORLD_SIZE=str(options.nnodes * options.nproc_per_node),
+        DEFAULT_VARIABLES | os.environ, WORLD_SIZE=str(options.nnodes * options.nproc_per_node),
         LOCAL_WORLD_SIZE=str(options.nproc_per_node), MASTER_ADDR=options.master_addr or "127.0.0.1",
         MASTER_PORT=str(port), MEGATRON_LAUNCHER=str(os.getpid()))
     # Otherwise each rank starts one thread per core, and N ranks compete for them.
     cores = len(os.sched_getaffinity(0))
     environment.setdefault("OMP_NUM_THREADS", str(max(1, cores // options.nproc_per_node)))
-    environment.setdefault(*FAULT_HANDLER_ON)
-    # as exit_codes.py does; set here also for scripts that are not ours
-    environment.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     environment.pop("MEGATRON_STORE_FILE", None)
     if store_file:
         environment["MEGATRON_STORE_FILE"] = store_file
@@ -141,7 +143,7 @@ def launch_ranks(options: argparse.Namespace, command: list[str]) -> int:
         os.environ.update(RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1")
         for name in ("MEGATRON_STORE_FILE", STATUS_FILE_VARIABLE):
             os.environ.pop(name, None)
-        os.environ.setdefault(*FAULT_HANDLER_ON)
+        os.environ.update(DEFAULT_VARIABLES | os.environ)
         os.execv(sys.executable, rank_argv)
     store_file = create_memory_file("megatron-store") if options.nnodes == 1 else None
     status_path = create_memory_file("megatron-status")

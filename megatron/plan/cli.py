@@ -12,6 +12,7 @@ import json
 import shutil
 import sys
 from collections.abc import Container, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import asdict, dataclass, fields, replace
 from itertools import groupby
 from pathlib import Path
@@ -22,11 +23,13 @@ from megatron import host_memory
 from megatron.config.cli import parse_args
 from megatron.config.cli_help import command_parser, require_positive
 from megatron.config.tree import Config, OffloadConfig, flag_name, require, unused_settings
+from megatron.errors import ConfigError
 from megatron.plan.alternatives import (PlanChoice, all_choices, cheapest_fit, describe_suggestions, format_bytes,
                                         largest_micro_batches, plan_rows)
 from megatron.plan.footprint import PlannedRun
 from megatron.plan.memory import USABLE_FRACTION, peak_memory, persistent_memory
-from megatron.plan.roofline import KNOWN_GPUS, MachineRates, known_rates, measured_rates, step_time
+from megatron.plan.roofline import (EXCHANGE_SHARE, KNOWN_GPUS, NETWORK_GBS, PARTS, MachineRates, known_rates,
+                                    measured_rates, step_time)
 from megatron.train.flops import flops_per_token
 
 # GB of well-known cards: V100 and T4, RTX 4090 and L4, V100 and RTX 5090, A100, A100 and H100, H200.
@@ -60,7 +63,7 @@ def num_visible_gpus() -> int:
 def parse(argv: Sequence[str], ranks: int = 1) -> tuple[argparse.Namespace, PlannedRun]:
     parser = _parser(ranks)
     options, flags = parser.parse_known_args(normalize_flag_names(argv))
-    require_positive(options, "ranks", "ranks_per_node", "tflops")
+    require_positive(options, "ranks", "ranks_per_node", "tflops", "network_gbs")
     require(min(options.card_gb) > 0, f"--card-gb is {min(options.card_gb):g}: expected more than 0")
     config = parse_args(flags, options.ranks, other_options=parser.flag_names())
     config.check_world(options.ranks)
@@ -87,6 +90,9 @@ def _parser(ranks: int) -> StrictArgumentParser:
     parser.add_argument("--time", nargs="?", const=THIS_MACHINE, metavar="GPU",
                         help="predict the time of a step, from rates of this machine, which are measured in about 10 "
                              f"s, or of a known GPU: {', '.join(KNOWN_GPUS)}")
+    parser.add_argument("--network-gbs", type=float, default=NETWORK_GBS, metavar="X",
+                        help=f"with --time: GB/s of the network card of each rank, between nodes ({NETWORK_GBS:g}: "
+                             "InfiniBand of 400 Gb/s); within a node NVLink or PCIe of the GPU, or what is measured")
     parser.add_argument("--json", action="store_true", help="print the same numbers and more as JSON, in bytes")
     return parser
 
@@ -114,6 +120,8 @@ def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_
         rates = measured_rates(requested, on_node)
     elif options.time:
         rates = known_rates(options.time, requested.config)
+    if rates:
+        rates = replace(rates, network=EXCHANGE_SHARE * options.network_gbs * 1e9, ranks_per_node=on_node)
     cards = {f"{card:g}": card * 2**30 * USABLE_FRACTION for card in options.card_gb}
     machine = TargetMachine(cards, on_node, options.tflops, rates)
     report = build_report(requested, machine)
@@ -121,8 +129,11 @@ def print_plan(argv: Sequence[str], ranks: int = 1, ranks_per_node: int = RANKS_
         print(json.dumps(report, indent=1))
         return 0
     lines = [*(describe_requirements(requested, machine) if summary else ()), *format_table(requested, machine, report)]
+    if requested.config.precision.fp8:
+        lines.append("note: the temporary copies of --fp8 are not planned (5 to 26 % of the peak, with --fp8-head "
+                     "most)")
     if rates:
-        lines += format_forecast(requested, rates, report["rows"])
+        lines += [*format_forecast(requested, rates, report["rows"]), *format_exchange(requested, rates)]
     print("\n".join(lines))
     return 0
 
@@ -165,6 +176,8 @@ def build_report(requested: PlannedRun, machine: TargetMachine) -> dict[str, Any
 def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) -> dict[str, Any]:
     lasting, peak, traffic = persistent_memory(run), peak_memory(run), run.traffic()
     largest = largest_micro_batches(run, machine.cards.values())
+    # no rate of a drive is known
+    step = None if machine.rates is None or run.nvme_bytes else step_time(run, machine.rates)
     on_node = peak.total if run.device == "cpu" else run.offloaded_host_bytes
     return {"stage": run.config.zero.zero_stage, "offload": str(run.placement), "chosen": run == requested,
             "lasting": {"parameters": lasting.parameters, "gradients": lasting.gradients,
@@ -172,10 +185,9 @@ def _row_record(run: PlannedRun, requested: PlannedRun, machine: TargetMachine) 
             "peak": {"moment": peak.name, "total": peak.total, **{kind: getattr(peak, kind) for kind in KINDS}},
             "device": peak.total, "host": run.offloaded_host_bytes, "nvme": run.nvme_bytes,
             "node_host": on_node * machine.ranks_per_node, "node_nvme": run.nvme_bytes * machine.ranks_per_node,
-            **({} if machine.rates is None or run.nvme_bytes else  # no rate of a drive is known
-               {"step": step_time(run, machine.rates).as_dict()}),
-            "sent_gradients": traffic.gradients,
-            "sent_parameters": traffic.parameters, "sent_matrices": traffic.matrices,
+            **({} if step is None else {"step": step.as_dict(), "collectives": [
+                {**asdict(one), "sent": one.of.sent} for one in step.collectives]}),
+            **{f"sent_{purpose}": traffic[purpose] for purpose in ("gradients", "parameters", "matrices")},
             "cards": {card: {"fits": peak.total <= capacity, "largest_micro_batch": count}
                       for (card, capacity), count in zip(machine.cards.items(), largest, strict=True)}}
 
@@ -278,9 +290,6 @@ def _describe_run(requested: PlannedRun, machine: TargetMachine, report: dict[st
                f"{config.train.train_iters} steps")
 
 
-PARTS = ("products", "memory", "latency", "optimizer", "exchange", "hidden", "total")
-
-
 def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[dict[str, Any]]) -> Iterator[str]:
     """`rows`: of build_report."""
     yield from ("", f"predicted ms of a step, by the rates of {rates.machine}"
@@ -294,13 +303,37 @@ def format_forecast(requested: PlannedRun, rates: MachineRates, rows: Sequence[d
         (f"what --optimizer {config.optim.optimizer} does otherwise than Adam",
          config.optim.optimizer not in ("adam", "adamw")),
         ("rows with state on a drive", any("step" not in row for row in rows)),
-        ("--compile", config.train.compile), ("--quantize-training", config.quantize.quantize_training),
+        ("--compile", config.train.compile), ("--fp8", config.precision.fp8),
+        ("--quantize-training", config.quantize.quantize_training),
         ("--memory-centric-tiled-linear", config.model.memory_centric_tiled_linear)) if is_used]
     if not_predicted:
         yield f"note: not in the predicted time: {', '.join(not_predicted)}"
     if 0 < rates.ranks < requested.ranks:
         yield (f"note: {requested.ranks} ranks are predicted to work and to exchange as fast as the {rates.ranks} that "
                "were measured on one machine")
+
+
+EXCHANGE_HEAD = ["  of", "units", "collective", "ranks", "nodes", "calls", "MB", "latency", "transfer", "hidden"]
+
+
+def format_exchange(requested: PlannedRun, rates: MachineRates) -> Iterator[str]:
+    """The collectives of the requested run."""
+    step = step_time(requested, rates)
+    if not step.collectives:
+        return
+    yield from ("", f"predicted ms of its collectives: {rates.exchange / 1e9:.3g} GB/s of a rank within a node"
+                + (f", {rates.network / 1e9:.3g} between nodes" if requested.ranks > rates.ranks_per_node else ""))
+    rows = [[f"  {one.of.purpose}", one.of.units, one.of.kind, f"{one.of.size}", f"{one.nodes}", f"{one.of.calls:.0f}",
+             f"{one.of.sent / 1e6:.1f}", *(f"{1e3 * part:.4g}" for part in (one.latency, one.transfer, one.hidden))]
+            for one in step.collectives]
+    yield from align_columns([EXCHANGE_HEAD, *rows], left=(0, 1, 2))
+    exposed, size = f"not hidden: {1e3 * (step.exchange - step.hidden):.4g}", rates.ranks_per_node // requested.tp
+    if 1 < size < requested.dp == requested.num_shards:
+        with suppress(ConfigError):  # another flag excludes it
+            zero = replace(requested.config.zero, zero_shard_group_size=size)
+            step = step_time(replace(requested, config=replace(requested.config, zero=zero)), rates)
+            exposed += f"; with --zero-shard-group-size {size}: {1e3 * (step.exchange - step.hidden):.4g}"
+    yield exposed
 
 
 def _memory_cells(row: dict[str, Any], unit: int) -> list[str]:

@@ -7,6 +7,7 @@ with its padding) and precisions. Transient memory of a step is in memory.py.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,6 +24,7 @@ from megatron.zero.stages import StagePolicy, gradient_precisions, stage_policy
 
 Device = Literal["cpu", "cuda"]
 OffloadTarget = Literal["none", "cpu", "nvme"]
+Units = Literal["blocks", "root", "all"]  # of which parameters
 
 FP32 = 4  # bytes
 ITEMSIZE = {"fp32": FP32, "fp16": 2, "bf16": 2}
@@ -68,12 +70,22 @@ ALL_ON_DEVICE = StatePlacement()
 
 
 @dataclass(frozen=True)
-class TrafficBytes:
-    """Bytes that a rank sends to others of its data parallel group in one optimizer step."""
+class Collectives:
+    """The collectives of one kind and purpose in one optimizer step."""
 
-    gradients: int
-    parameters: int
-    matrices: int = 0  # matrices gathered for the optimizer (Muon)
+    purpose: Literal["gradients", "parameters", "matrices", "activations", "norm"]
+    units: Units
+    kind: Literal["all-reduce", "reduce-scatter", "all-gather"]
+    size: int  # ranks of a group
+    stride: int  # from one rank of a group to the next
+    calls: float
+    full_bytes: int  # of the full tensors of all calls
+
+    @property
+    def sent(self) -> int:
+        """Bytes that a rank sends, by rings: all but its own shard. An all-reduce is a reduce-scatter and an
+        all-gather."""
+        return (1 + (self.kind == "all-reduce")) * (self.full_bytes * (self.size - 1) // self.size)
 
 
 @dataclass(frozen=True)
@@ -339,30 +351,65 @@ class PlannedRun:
 
     # ---- traffic ------------------------------------------------------------------------------------------------
 
-    def traffic(self) -> TrafficBytes:
-        """By ring collectives: a rank sends all but its own shard, once per reduce-scatter and once per all-gather.
-        Replicas of shards then all-reduce them, which are two such passes."""
-        blocks = self.num_layers * self.block.numel
-        numel = self.root.numel + self.persistent.numel + blocks
-        times = self.accumulation if self.policy.grads_are_sharded else 1
-        sent_bytes = self.grad_bytes
-        if self.device == "cuda":  # accelerators reduce in fp32 unless configured otherwise
-            sent_bytes = 2 if self.config.precision.communication in ("fp16", "bf16") else FP32
-        shards, replicas = self.num_shards, self.dp // self.num_shards
-        gradients = (numel * sent_bytes * (shards - 1) // shards
-                     + 2 * (numel // shards * sent_bytes * (replicas - 1) // replicas)) * times
-        if self.config.optim.optimizer in ONE_BIT_OPTIMIZERS:  # after the warm-up, to the servers and back
-            return TrafficBytes(2 * (numel * (self.dp - 1) // self.dp // 8),
-                                numel * self.param_bytes * (shards - 1) // shards)
-        if not self.policy.optim_is_sharded:
-            return TrafficBytes(gradients, 0)
-        peers = shards - 1
-        matrices = sum(peers * self.matrices_numel(layout) for layout, _ in self.bucket_offload) * self.muon_bytes
-        gathered = numel
-        if self.policy.params_are_sharded:
-            twice = round(2 * self.mean_active_blocks * self.block.numel)  # forward and backward
-            gathered = self.persistent.numel + self.accumulation * (self.root.numel + twice)
-        return TrafficBytes(gradients, gathered * self.param_bytes * peers // shards, matrices)
+    def traffic(self) -> Counter[str]:
+        """Purpose -> bytes that a rank sends in one optimizer step."""
+        return sum((Counter({one.purpose: one.sent}) for one in self.collectives()), Counter[str]())
+
+    def collectives(self) -> list[Collectives]:
+        """Each unit is reduced, and gathered from stage 1 on. Replicas of shards then all-reduce them."""
+        shards, tp, on_gpu = self.num_shards, self.tp, self.device == "cuda"
+        rounds = self.accumulation if self.policy.grads_are_sharded else 1
+        # accelerators reduce in fp32 unless configured otherwise
+        sent_in = self.config.precision.communication
+        sent_bytes = ITEMSIZE[sent_in] if sent_in else FP32 if on_gpu else self.grad_bytes
+        found = [Collectives("norm", "all", "all-reduce", self.ranks, 1, 1, 0)]
+        units: dict[Units, list[FlatLayout]] = {"blocks": [self.block] * self.num_layers,
+                                                "root": [self.root, self.persistent]}
+        for unit, layouts in units.items():
+            buckets, numel = sum(bool(layout.numel) for layout in layouts), sum(layout.numel for layout in layouts)
+            calls, full_bytes = rounds * buckets, rounds * numel * sent_bytes
+            if self.config.optim.optimizer in ONE_BIT_OPTIMIZERS:  # after the warm-up, to the servers and back
+                found.append(Collectives("gradients", "all", "all-reduce", self.dp, tp, buckets, numel // 8))
+            elif shards == 1 or not self.config.zero.reduce_scatter:
+                found.append(Collectives("gradients", unit, "all-reduce", self.dp, tp, calls, full_bytes))
+            else:
+                between = (full_bytes if on_gpu else rounds * numel * FP32) // shards
+                found += [Collectives("gradients", unit, "reduce-scatter", shards, tp, calls, full_bytes),
+                          Collectives("gradients", unit, "all-reduce", self.dp // shards, tp * shards, calls, between)]
+            if self.policy.optim_is_sharded:
+                gathers = [self._gathers_of(layout) * bool(layout.numel) for layout in layouts]
+                gathered = sum(count * layout.numel for count, layout in zip(gathers, layouts, strict=True))
+                found.append(Collectives("parameters", unit, "all-gather", shards, tp, round(sum(gathers), 1),
+                                         round(gathered) * self.param_bytes))
+        if matrices := shards * self.muon_bytes * sum(self.matrices_numel(layout) for layout, _ in self.bucket_offload):
+            found.append(Collectives("matrices", "all", "all-gather", shards, tp, self.num_layers, matrices))
+        return [one for one in (*found, self._tensor_parallel_collectives()) if one.size > 1 and one.calls]
+
+    def _gathers_of(self, layout: FlatLayout) -> float:
+        """Mean all-gathers of a bucket in a step: one after it, or at stage 3 those of its uses."""
+        if not self.policy.params_are_sharded or layout is self.persistent:
+            return 1.0
+        uses = max(0.0, 2 * self.mean_active_blocks - self.reused_blocks) / self.num_layers
+        return self.accumulation * (1 if layout is self.root else uses)
+
+    def _tensor_parallel_collectives(self) -> Collectives:
+        """Two sums of a block in each direction; those of the embedding and of the loss."""
+        from mpu.cross_entropy import CPU_BLOCK_ROWS
+
+        acts, active = self.activations, self.mean_active_blocks
+        passes = 2 * active * (2 if acts.chunk is None else 3) + 2
+        small: float = 2 * acts.tokens / CPU_BLOCK_ROWS if self.device == "cpu" else 1  # sums of losses, of few bytes
+        kind: Literal["all-reduce", "all-gather"] = "all-reduce"
+        if self.sequence_shards > 1:  # backward gathers inputs again, and sums gradients of LayerNorms
+            kind, passes, small = "all-gather", 2 * passes + 2 * active, small + 2 * active + 1
+        return Collectives("activations", "all", kind, self.tp, 1, self.accumulation * (passes + small),
+                           round(self.accumulation * passes * acts.gathered_bytes))
+
+    @property
+    def reused_blocks(self) -> int:
+        """Blocks that stay gathered from their forward to their backward (stage 3)."""
+        return min(self.num_layers,
+                   self.config.zero.stage3_max_reuse_distance // (2 * max(1, self.block.numel)) + 1)
 
     @cached_property
     def muon_bytes(self) -> int:

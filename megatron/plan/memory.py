@@ -123,7 +123,7 @@ def _loss_phase(run: PlannedRun, first: bool) -> PhaseMemory:
     kept, whole = _gradient_bytes(run, run.num_layers, first, True)
     fresh = first or run.policy.grads_are_sharded
     return _step_phase(run, "loss", kept, alive + ends,
-                       whole + _logits_bytes(run, fresh) + _gathered_bytes(run, _num_reused_blocks(run)))
+                       whole + _logits_bytes(run, fresh) + _gathered_bytes(run, run.reused_blocks))
 
 
 def _logits_bytes(run: PlannedRun, fresh: bool) -> int:
@@ -216,6 +216,8 @@ def _reduction_bytes(run: PlannedRun, layout: FlatLayout, first: bool) -> int:
     stays = first and run.policy.grads_are_sharded and run.num_shards > 1 and not run.gradients_are_offloaded
     shard_bytes = layout.shard_numel * run.grad_sum_bytes
     sum_bytes = shard_bytes if wider or stays else 0
+    if 1 < run.num_shards < run.dp:
+        sum_bytes += layout.shard_numel * FP32  # of the bucket before, while it is summed over replicas
     if run.device == "cuda":
         if run.gradients_are_offloaded and not first and run.policy.grads_are_sharded:
             sum_bytes += shard_bytes  # the earlier sum comes back from the host
@@ -234,18 +236,13 @@ def _gathered_bytes(run: PlannedRun, blocks: int) -> int:
     return min(run.root.numel + blocks * run.block.numel, run.config.zero.stage3_max_live_parameters) * run.param_bytes
 
 
-def _num_reused_blocks(run: PlannedRun) -> int:
-    """Blocks that stay gathered from their forward to their backward."""
-    return min(run.num_layers, run.config.zero.stage3_max_reuse_distance // (2 * max(1, run.block.numel)) + 1)
-
-
 def _num_gathered_blocks(run: PlannedRun, block: int) -> int:
     """Gathered blocks in the backward of one: those of its chunk up to it, which were recomputed, and at the chunk's
     end one prefetched; or those that were kept."""
     chunk = run.activations.chunk or 1
     first = block // chunk * chunk
     ahead = block == first > 0 and run.config.zero.stage3_prefetch_bucket_size > 0
-    return max(block - first + 1 + ahead, block - (run.num_layers - _num_reused_blocks(run)) + 1)
+    return max(block - first + 1 + ahead, block - (run.num_layers - run.reused_blocks) + 1)
 
 
 def _update_phase(run: PlannedRun) -> PhaseMemory:

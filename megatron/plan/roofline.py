@@ -1,8 +1,9 @@
 """The time of a step by a roofline: matrix products, memory traffic and exchange between ranks, each at one rate.
 
 The rates of this machine are measured in about 10 seconds by as many ranks as share it; those of known GPUs are in a
-table. Two latencies complete them: the seconds of an operation and of a collective, however small. Not predicted: NVMe
-drives, optimizers other than Adam, `--compile` and networks between nodes.
+table. Latencies complete them: the seconds of an operation, of a collective, and of each link that it passes. A
+collective takes alpha + bytes / beta: its latency, and its bytes at the rate of the slowest link. Not predicted: NVMe
+drives, optimizers other than Adam and `--compile`.
 
 `python -m megatron.plan.roofline FILE PRECISION MATMUL_PRECISION`, as every rank of a job, measures the rates.
 """
@@ -10,13 +11,14 @@ drives, optimizers other than Adam, `--compile` and networks between nodes.
 from __future__ import annotations
 
 import json
+import math
 import os
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable
-from dataclasses import asdict, astuple, dataclass
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from statistics import median
 
@@ -24,7 +26,7 @@ from megatron.config.tree import Config, require
 from megatron.distributed.exit_codes import run
 from megatron.errors import PeerError
 from megatron.launch.supervisor import die_with_parent
-from megatron.plan.footprint import FP32, PlannedRun
+from megatron.plan.footprint import FP32, Collectives, PlannedRun
 from megatron.train.flops import GPUS, peak_tflops
 
 
@@ -40,6 +42,10 @@ class MachineRates:
     exchange: float  # bytes per second that a rank sends in a collective
     operation_seconds: float  # latency of an operation: the work of the host for it
     collective_seconds: float  # latency of a collective
+    hop_seconds: float = 0.0  # what it takes longer for each link that it passes within a node
+    node_hop_seconds: float = 6e-6  # and between nodes: a usual value of InfiniBand, not measured
+    network: float = math.inf  # bytes per second that a rank sends to other nodes
+    ranks_per_node: int = sys.maxsize
 
 
 @dataclass(frozen=True)
@@ -66,6 +72,20 @@ HOST_MEMORY, PCIE = 20e9, 20e9  # bytes per second of an update on the host of G
 
 
 @dataclass(frozen=True)
+class CollectiveTime:
+    """Seconds of collectives in one optimizer step."""
+
+    of: Collectives
+    nodes: int  # that a group is on
+    latency: float  # of their launches, and of the way of the first byte through the group
+    transfer: float  # at the rate of the slowest link
+    hidden: float  # the part of both beside computation
+
+
+PARTS = ("products", "memory", "latency", "optimizer", "exchange", "hidden", "total")
+
+
+@dataclass(frozen=True)
 class StepTime:
     """Seconds of one optimizer step."""
 
@@ -73,15 +93,23 @@ class StepTime:
     memory: float  # elementwise operations
     latency: float  # the host's work for operations, as far as the device waits for it
     optimizer: float
-    exchange: float
-    hidden: float  # the part of `exchange` that overlaps the backward
+    collectives: Sequence[CollectiveTime]
+
+    @property
+    def exchange(self) -> float:
+        return sum(one.latency + one.transfer for one in self.collectives)
+
+    @property
+    def hidden(self) -> float:
+        """The part of `exchange` that overlaps computation."""
+        return sum(one.hidden for one in self.collectives)
 
     @property
     def total(self) -> float:
         return self.products + self.memory + self.latency + self.optimizer + self.exchange - self.hidden
 
     def as_dict(self) -> dict[str, float]:
-        return {**asdict(self), "total": self.total}
+        return {part: getattr(self, part) for part in PARTS}
 
 
 def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
@@ -122,11 +150,8 @@ def step_time(planned: PlannedRun, rates: MachineRates) -> StepTime:
     latency = operations * rates.operation_seconds
     if planned.device == "cuda":  # the host runs ahead of the device
         latency = max(0.0, latency - products - memory)
-    data_parallel, tensor_parallel = _exchange(planned, rates)
-    # collectives of a CPU take its cores from the computation
-    overlaps = planned.device == "cuda" and planned.config.zero.overlap_comm
-    hidden = min(data_parallel, (products + memory) / 2) if overlaps else 0.0
-    return StepTime(products, memory, latency, _update(planned, rates), data_parallel + tensor_parallel, hidden)
+    return StepTime(products, memory, latency, _update(planned, rates),
+                    _exchange(planned, rates, products + memory))
 
 
 def _update(planned: PlannedRun, rates: MachineRates) -> float:
@@ -139,36 +164,41 @@ def _update(planned: PlannedRun, rates: MachineRates) -> float:
     return seconds + planned.offloaded_numel * (UPDATE_BYTES / on_host + copied / PCIE)
 
 
-def _exchange(planned: PlannedRun, rates: MachineRates) -> tuple[float, float]:
-    """Seconds of data parallel and of tensor parallel collectives."""
-    from mpu.cross_entropy import CPU_BLOCK_ROWS
-
-    acts, data_parallel, tensor_parallel = planned.activations, 0.0, 0.0
-    if planned.dp > 1:  # each unit is reduced, and gathered from stage 1 on
-        count = (planned.num_layers + 1) * (planned.accumulation if planned.policy.grads_are_sharded else 1)
-        if planned.policy.params_are_sharded:
-            sharded_units = bool(planned.root.numel) + planned.num_layers * bool(planned.block.numel)
-            count += planned.accumulation * 2 * sharded_units
-        elif planned.policy.optim_is_sharded:
-            count += planned.num_layers + 1
-        data_parallel = sum(astuple(planned.traffic())) / rates.exchange + count * rates.collective_seconds
-    if planned.tp > 1:  # two sums of a block in each direction; those of the embedding and of the loss
-        passes = 2 * planned.mean_active_blocks * (2 if acts.chunk is None else 3) + 2
-        sums, halves = passes, 2 * passes  # an all-reduce sends as much as a reduce-scatter and an all-gather
-        if planned.sequence_shards > 1:  # these two; backward gathers inputs again, and sums gradients of LayerNorms
-            halves += 2 * planned.mean_active_blocks
-            sums = halves + 2 * planned.mean_active_blocks + 1
-        sent = halves * acts.gathered_bytes * (planned.tp - 1) / planned.tp
-        losses = 2 * acts.tokens / CPU_BLOCK_ROWS if planned.device == "cpu" else 1  # collectives of few bytes
-        tensor_parallel = planned.accumulation * (sent / rates.exchange + (sums + losses) * rates.collective_seconds)
-    return data_parallel, tensor_parallel
+def _exchange(planned: PlannedRun, rates: MachineRates, compute: float) -> list[CollectiveTime]:
+    """`compute`: seconds of computation in a step. Gradients are reduced in the backward, at stages 0 and 1 in that of
+    the last micro-batch. Parameters are gathered in the first forward, at stage 3 in every pass."""
+    forward, found = compute / (4 if planned.activations.chunk else 3), list[CollectiveTime]()
+    policy, steps, backward = planned.policy, planned.accumulation, compute - forward
+    # seconds of computation beside which a collective may run, by its purpose
+    spare = {"gradients": backward / (1 if policy.grads_are_sharded else steps),
+             "parameters": compute if policy.params_are_sharded else forward / steps}
+    # collectives of a CPU take its cores from the computation
+    overlaps = planned.device == "cuda" and planned.config.zero.overlap_comm
+    for one in planned.collectives():
+        per_node = min(one.size, max(1, rates.ranks_per_node // one.stride))
+        nodes = -(-one.size // per_node)
+        if one.kind == "all-reduce":  # a chain of the ranks of a node and a tree of nodes, there and back
+            hops, node_hops = 2 * (per_node - 1), 2 * (nodes - 1).bit_length()
+        else:  # a ring
+            hops, node_hops = one.size - nodes, nodes - 1
+        latency = one.calls * (rates.collective_seconds + hops * rates.hop_seconds + node_hops * rates.node_hop_seconds)
+        transfer = one.sent / (rates.exchange if nodes == 1 else min(rates.exchange, per_node * rates.network))
+        # what is left of the root is reduced last and gathered first
+        hidden = min(latency + transfer, spare[one.purpose]) if overlaps and one.units == "blocks" else 0.0
+        found.append(CollectiveTime(one, nodes, latency, transfer, hidden))
+        if one.purpose == "gradients" and one.stride == planned.tp:  # within a shard group; those come first
+            spare["gradients"] = max(spare["gradients"], latency + transfer)  # sums between replicas run beside these
+            if policy.params_are_sharded:  # gathers run beside these, over the same links
+                spare["parameters"] -= min(hidden, transfer)
+    return found
 
 
 # ---- the rates -----------------------------------------------------------------------------------------------------
 
 KNOWN_GPUS = {name: peaks[2:] for name, peaks in GPUS.items() if peaks[2:]}
 PRODUCTS_SHARE, MEMORY_SHARE, EXCHANGE_SHARE = 0.6, 0.75, 0.75  # shares of the peaks that training reaches
-GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS = 8e-6, 3e-5
+GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS = 8e-6, 2e-5
+NVLINK_SECONDS, NETWORK_GBS = 1.5e-6, 50.0  # of a hop, a usual value; InfiniBand of 400 Gb/s for each rank
 
 
 def known_rates(gpu: str, config: Config) -> MachineRates:
@@ -181,7 +211,7 @@ def known_rates(gpu: str, config: Config) -> MachineRates:
     memory, links = KNOWN_GPUS[gpu]
     peak = peak_tflops(gpu, arithmetic_precision(config, torch.device("cuda"))) or 0.0
     return MachineRates(gpu, "cuda", 0, PRODUCTS_SHARE * peak * 1e12, MEMORY_SHARE * memory * 1e9,
-                        EXCHANGE_SHARE * links * 1e9, GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS)
+                        EXCHANGE_SHARE * links * 1e9, GPU_OPERATION_SECONDS, GPU_COLLECTIVE_SECONDS, NVLINK_SECONDS)
 
 
 def measured_rates(planned: PlannedRun, ranks_per_node: int | None = None) -> MachineRates:
@@ -190,10 +220,10 @@ def measured_rates(planned: PlannedRun, ranks_per_node: int | None = None) -> Ma
 
     from megatron.train.compile import matmul_precision
 
-    here = torch.cuda.device_count() if planned.device == "cuda" else len(os.sched_getaffinity(0))
-    require(here > 0, "the run is planned for GPUs, and this machine has none that may be used: give --time and the "
+    devices = torch.cuda.device_count() if planned.device == "cuda" else len(os.sched_getaffinity(0))
+    require(devices > 0, "the run is planned for GPUs, and this machine has none that may be used: give --time and the "
             f"name of a GPU ({', '.join(KNOWN_GPUS)}), or --device cpu")
-    ranks, precision = min(ranks_per_node or planned.ranks, planned.ranks, here), planned.config.precision.name
+    ranks, precision = min(ranks_per_node or planned.ranks, planned.ranks, devices), planned.config.precision.name
     require(planned.ranks == 1 or ranks > 1, f"the run has {planned.ranks} ranks, and this machine serves one, so that "
             "no exchange can be measured: give --time and the name of a GPU, or plan on a machine with more")
     print(f"measuring this machine with {ranks} rank{'s' * (ranks > 1)} in {precision}, about 10 s", file=sys.stderr,

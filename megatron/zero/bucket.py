@@ -35,7 +35,8 @@ from megatron.zero.partitioned_param import (GatheredParamsSession, InPlaceWrite
                                              param_owner, replace_by_placeholder, set_param_data, set_param_owner)
 from megatron.zero.stages import StagePolicy
 from mpu.collectives import CollectiveWork, all_gather_into, broadcast_into
-from mpu.groups import SOLO, Group
+from mpu.device import on_accelerator
+from mpu.groups import SOLO, Group, duplicate_group
 from mpu.partition import partition_of
 from mpu.weight_init import Initializer
 
@@ -88,6 +89,10 @@ class FlatBucket(ParamOwner):
         # Frozen parameters have no optimizer state: their buckets are sharded at stage 3 only.
         self.shard_group, self.replica_group = (
             config.sharding or (config.dp, SOLO)) if policy.optim_is_sharded else (SOLO, config.dp)
+        # An accelerator runs the collectives of a process group one after the other: in a backward at stage 3 gathers
+        # would queue behind reductions.
+        self._gather_group = duplicate_group(self.shard_group) \
+            if policy.params_are_sharded and on_accelerator(config.device) else self.shard_group
         slots = [Slot(path, tuple(full_shape(p)), config.param_group_of(p) if p.requires_grad else 0, partition_of(p))
                  for path, p in members]
         self.layout = FlatLayout(slots, self.shard_group.size)
@@ -255,7 +260,7 @@ class FlatBucket(ParamOwner):
             own, group, self.secondary_shard = self.secondary_shard, self.secondary_shard_group, None
         else:  # an offloaded shard was copied to its place in the output
             own = self.device_param_shard if self.param_shard.is_on_device else self.gathered_params[self._shard_slice]
-            group = self.shard_group
+            group = self._gather_group
         with nullcontext() if self._copy_streams is None \
                 or self._pending_shard_copy is None else self._copy_streams.to_device.collectives_after_copies():
             # [numel] <- [numel / size] of each rank of the group

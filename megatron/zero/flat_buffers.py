@@ -31,7 +31,7 @@ class BucketDtypes:
     params: torch.dtype = torch.float32
     grads: torch.dtype = torch.float32  # dtype of the full gradient buffer that backward fills
     grad_shard: torch.dtype = torch.float32
-    communication: torch.dtype | None = None  # gradients are sent in this dtype; None: in `grads`
+    communication: torch.dtype | None = None  # of gradients that are sent; None: fp32 on GPUs, else `grads`
     master: torch.dtype = torch.float32
     # Keep masters apart from parameters even in the same dtype, because parameters are rounded (moq.py).
     masters_are_separate: bool = False

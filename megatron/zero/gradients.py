@@ -50,6 +50,7 @@ class PendingReduction(NamedTuple):
     output: Tensor  # this rank's part of the sum, [shard_numel]
     output_is_in_buffer: bool  # a view of the full buffer; otherwise a tensor of its own
     number: int  # in the collective log
+    replica_sum: Tensor | None = None  # of this replica's ranks; its all-reduce over replicas is still to be started
 
 
 class FlatGradients:
@@ -242,49 +243,56 @@ class FlatGradients:
         if self.offloader is not None and self._shard is not None:
             self.offloader.prefetch_sums()
         number = self.log.record_reduction(self.name)
+        scatters = not self._shard_group.is_solo and self._comm.reduce_scatter
+        has_replicas = scatters and not self._replica_group.is_solo
         # The sum goes to this rank's part of the buffer. It gets its own tensor if the dtypes differ, and if it becomes
-        # the shard of the next micro-batches: the buffer is free then.
-        becomes_shard = self._accumulates_shard and self._shard is None and self.offloader is None
-        is_in_buffer = self._dtypes.grad_shard == grads.dtype and (self._shard_group.is_solo or not becomes_shard)
+        # the shard of the next micro-batches or is summed over replicas: the buffer is free before.
+        frees_buffer = self._accumulates_shard and (has_replicas or self._shard is None and self.offloader is None)
+        is_in_buffer = self._dtypes.grad_shard == grads.dtype and (self._shard_group.is_solo or not frees_buffer)
         output = grads[self._shard_slice]
         if not is_in_buffer:
             output = torch.empty_like(output, dtype=self._dtypes.grad_shard)
         sent, bucket_size = grads.to(self._dtypes.communication or grads.dtype), self._comm.reduce_bucket_size
         # output, [shard_numel] <- this rank's part of the sum over ranks of `sent`, [numel]
-        if not self._shard_group.is_solo and self._comm.reduce_scatter:
-            # with replicas of the shards, what one of them has is a part of the sum: it is not rounded to 16 bits yet
+        replica_sum = output
+        if scatters:
+            # what one replica has is a part of the sum: it is not rounded to 16 bits yet
             wide = self._dtypes.reduction if on_accelerator(self._device) else torch.float32
-            part = output
-            if not self._replica_group.is_solo and wide != output.dtype:
-                part = torch.empty_like(output, dtype=wide)
-            work = reduce_scatter_into(part, sent, self._shard_group, bucket_size, self._dtypes.reduction)
-            if not self._replica_group.is_solo:
-                work = CollectiveWork([work], lambda: self._sum_replicas(part, output))
+            if has_replicas and wide != output.dtype:
+                replica_sum = torch.empty_like(output, dtype=wide)
+            work = reduce_scatter_into(replica_sum, sent, self._shard_group, bucket_size, self._dtypes.reduction)
         else:
             work = all_reduce_into(sent, self._dp, "sum", bucket_size, self._dtypes.reduction)
             if sent is not grads or not is_in_buffer:
                 work = CollectiveWork([work], partial(output.copy_, sent[self._shard_slice]))
-        self._pending_reduction = PendingReduction(work, output, is_in_buffer, number)
+        self._pending_reduction = PendingReduction(work, output, is_in_buffer, number,
+                                                   replica_sum if has_replicas else None)
         if not self._comm.overlap_comm:
             self.wait_for_reduction()
 
-    def _sum_replicas(self, part: Tensor, output: Tensor) -> None:
-        """output <- the sum of every replica's `part` of the same shard."""
-        all_reduce_into(part, self._replica_group, "sum", self._comm.reduce_bucket_size, self._dtypes.reduction).wait()
-        if part is not output:
-            output.copy_(part)
-
-    def wait_for_reduction(self) -> None:
-        """Wait for the reduction, if one is running, and put its result into `shard`."""
+    def wait_for_reduction(self, between_replicas: bool = True) -> None:
+        """Wait for the reduction, if one is running, and put its result into `shard`. Without `between_replicas`: wait
+        for the collective that is running, and let an all-reduce between replicas run that it starts."""
         if self._pending_reduction is None:
             return
-        work, reduced, is_in_buffer, number = self._pending_reduction
+        work, reduced, is_in_buffer, number, replica_sum = self._pending_reduction
         self.log.awaited_reduction = number, self.name
         work.wait()
         self.log.awaited_reduction = NO_REDUCTION
         # Dropping the work frees its communication buffers before more memory is allocated.
         self._pending_reduction = None
         del work
+        if replica_sum is not None:
+            summed = all_reduce_into(replica_sum, self._replica_group, "sum", self._comm.reduce_bucket_size,
+                                     self._dtypes.reduction)
+            if replica_sum is not reduced:
+                summed = CollectiveWork([summed], partial(reduced.copy_, replica_sum))
+            self._pending_reduction = PendingReduction(summed, reduced, is_in_buffer, number)
+            if self._accumulates_shard:
+                self._return_buffer()
+            if between_replicas:
+                self.wait_for_reduction()
+            return
         if self.sum_multiplier != 1.0:
             reduced.mul_(self.sum_multiplier)
         if self.offloader is not None:

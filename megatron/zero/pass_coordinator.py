@@ -380,8 +380,11 @@ class PassCoordinator:
                 break
             bucket.grads.start_reduction()
             number, limit = backward.started_reductions, self._max_in_flight
-            if limit is not None and number >= limit:
-                self._reduction_order[number - limit].grads.wait_for_reduction()
+            if limit is not None:
+                # One more may be summed between replicas, on other links. The newer one first: its all-reduce then runs
+                # while the older one is waited for.
+                for earlier in reversed(self._reduction_order[max(0, number - limit - 1) : number - limit + 1]):
+                    earlier.grads.wait_for_reduction(between_replicas=False)
             backward.started_reductions += 1
 
     # ---- gathers and reshards -----------------------------------------------------------------------------------

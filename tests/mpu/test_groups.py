@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 import mpu
 from mpu.collectives import all_gather_into, all_gather_json, all_reduce_scalar, barrier
-from mpu.groups import SOLO, Group, Groups, build, group_from_process_group, set_timeout
+from mpu.groups import SOLO, Group, Groups, build, group_from_process_group, duplicate_group, set_timeout
 from mpu.split import ParallelError
 from tests.distributed import on_ranks, run_ranks
 
@@ -50,12 +50,18 @@ def _split(rank: int, world: int) -> list[Any]:
     """A world that is connected, as NCCL's is, with groups of gloo in the place of its splits."""
     def split(split_ranks: list[list[int]], timeout: timedelta) -> dist.ProcessGroup | None:
         made.append((split_ranks, timeout))
+        everyone.bound_device_id = None
         mine = next(ranks for ranks in split_ranks if rank in ranks)
-        return new_group(mine, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        try:
+            return new_group(mine, timeout=timeout, backend="gloo", use_local_synchronization=True)
+        finally:
+            everyone.bound_device_id = torch.device("cuda", 0)
 
+    everyone: Any = dist.group.WORLD
     made: list[Any] = []
     new_group, minute = dist.new_group, timedelta(minutes=1)
-    with patch.object(dist, "split_group", split), patch("mpu.groups._has_bound_device", lambda world: True):
+    everyone.bound_device_id = torch.device("cuda", 0)
+    with patch.object(dist, "split_group", split):
         groups = build(2, minute)
     assert all(timeout == minute for _, timeout in made)
     return [[ranks for ranks, _ in made], groups.tp.ranks, groups.dp.ranks, all_gather_json(rank, groups.dp)]
@@ -173,9 +179,9 @@ def test_a_group_is_never_none() -> None:
     assert "there is no process group" in told[1][2]
 
 
-@on_ranks(2)
-def test_one_rank_alone_makes_a_group_of_one(rank: int, world: int) -> None:
-    """Where ranks have bound their devices, the world is not split for it."""
+@on_ranks(3)
+def test_some_ranks_make_a_group_without_the_others(rank: int, world: int) -> None:
+    """Where ranks have bound their devices, the world is not split for it: the others would have to come too."""
     everyone: Any = dist.group.WORLD
     everyone.bound_device_id = torch.device("cuda", 0)
     made = dist.new_group
@@ -184,9 +190,11 @@ def test_one_rank_alone_makes_a_group_of_one(rank: int, world: int) -> None:
         assert everyone.bound_device_id is None
         return made(*given, **named)
 
-    if rank == 0:
+    if rank < 2:
         with patch.object(dist, "new_group", new_group):
-            assert dist.get_process_group_ranks(Group(0, 1, (0,)).process_group) == [0]
+            assert dist.get_process_group_ranks(Group(0, 1, (rank,)).process_group) == [rank]
+            pair = Group(rank, 2, (0, 1), everyone.group_name, everyone.group_name)
+            assert duplicate_group(pair).ranks == (0, 1) and duplicate_group(pair).name != pair.name
     assert everyone.bound_device_id == torch.device("cuda", 0)
 
 

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -16,7 +17,7 @@ import torch.distributed as dist
 
 from megatron.distributed import process_group
 from megatron.distributed.preflight import check_ranks_match
-from megatron.distributed.process_group import Environment, device_for
+from megatron.distributed.process_group import Environment, device_for, interface_towards
 from megatron.errors import ConfigError
 from mpu.store import StoreKV
 from tests.distributed import run_ranks
@@ -83,6 +84,44 @@ def test_the_only_gpu_that_a_rank_sees_is_its_own_or_is_not_shared(variables, is
     assert device_for(Environment(0, 0, 2, 2)).index == device_for(Environment(1, 1, 2, 2), "gloo").index == 0
     with nullcontext() if is_its_own else pytest.raises(ConfigError, match="rank 1 needs GPU 1, but this node has 1"):
         assert device_for(Environment(1, 1, 2, 2)).index == 0
+
+
+@pytest.mark.parametrize("ranks, given, cpus", [(4, 8, {0, 1, 6}), (4, 3, None), (2, 8, None)])
+def test_ranks_of_all_gpus_run_on_the_cpus_near_their_own(ranks: int, given: int, cpus: set[int] | None,
+                                                          environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Unless fewer CPUs were given to them, or they do not use all GPUs and may crowd on one node."""
+    bound, folder = list[set[int]](), tmp_path / "0000:db:00.0"
+    gpus(environ, 4)
+    folder.mkdir()
+    (folder / "local_cpulist").write_text("0-1,6\n")
+    where = SimpleNamespace(pci_domain_id=0, pci_bus_id=0xdb, pci_device_id=0)
+    for module, name, found in (
+            (torch.cuda, "set_device", lambda device: None),
+            (torch.cuda, "get_device_properties", lambda device: where),
+            (dist, "is_initialized", lambda: True), (os, "cpu_count", lambda: 8), (process_group, "PCI", tmp_path),
+            (process_group, "register_shutdown_at_exit", lambda: None),
+            (os, "sched_getaffinity", lambda who: {*range(given)}),
+            (os, "sched_setaffinity", lambda who, cpus: bound.append({*cpus}))):
+        environ.setattr(module, name, found)
+    process_group.init_process_group(Environment(1, 1, ranks, ranks), "nccl")
+    assert bound == ([] if cpus is None else [cpus])
+
+
+ROUTES = """Iface Destination Gateway Flags RefCnt Use Metric Mask MTU Window IRTT
+eth0 00000000 0101A8C0 0003 0 0 100 00000000 0 0 0
+wlan0 00000000 0101A8C0 0003 0 0 600 00000000 0 0 0
+eth0 0001A8C0 00000000 0001 0 0 100 00FFFFFF 0 0 0
+ib0 0000000A 00000000 0001 0 0 0 0000FFFF 0 0 0
+"""
+
+
+def test_gloo_takes_the_interface_on_the_way_to_rank_0(environ: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """And never the loopback interface that Debian gives the name of a machine."""
+    environ.setattr(process_group, "ROUTES", tmp_path / "routes")
+    assert interface_towards("10.0.0.7") is None
+    (tmp_path / "routes").write_text(ROUTES)
+    found = [interface_towards(address) for address in ("10.0.0.7", "192.168.1.9", "127.0.1.1", "no.invalid")]
+    assert found == ["ib0", "eth0", "eth0", None]
 
 
 @pytest.mark.parametrize("backend, shared", [("gloo", True), ("cuda:gloo", True), ("cpu:gloo", False)])

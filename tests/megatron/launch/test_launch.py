@@ -60,6 +60,13 @@ def test_warnings_of_torchs_in_scripts_of_others_are_not_printed(start, monkeypa
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
+def test_ranks_record_the_last_collectives_of_nccl_unless_told_otherwise(ranks, start, monkeypatch):
+    monkeypatch.setenv("TORCH_NCCL_DUMP_ON_TIMEOUT", "0")
+    script = "rank or print(os.environ['TORCH_FR_BUFFER_SIZE'], os.environ['TORCH_NCCL_DUMP_ON_TIMEOUT'])"
+    assert start(script, ranks=ranks).end() == (0, "2000 0\n", [])
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
 def test_arguments_reach_the_script_unchanged(start, ranks):
     arguments = ("--", "a b", "$(touch x)", ";", "'\"", "--nproc-per-node", "-x", "", "*", "--key=v w", "\u00e9\n")
     job = start("rank or print(json.dumps(sys.argv[1:]))", ranks=ranks, arguments=arguments)

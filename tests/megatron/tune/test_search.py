@@ -36,7 +36,9 @@ def options_of(*flags: str) -> list[TrialOption]:
 
 @cache
 def steps_of(*flags: str) -> dict[TuningChoice, dict[str, float]]:
-    return {choice: asdict(step_time(run, RATES)) for choice, run in legal_choices(planned(*flags)).items()}
+    steps = {choice: step_time(run, RATES).as_dict() for choice, run in legal_choices(planned(*flags)).items()}
+    return {choice: {part: seconds for part, seconds in step.items() if part != "total"}
+            for choice, step in steps.items()}
 
 
 @dataclass(frozen=True)
