@@ -60,7 +60,7 @@ def fit(texts: Sequence[Features], is_good: Sequence[bool], seed: int) -> NDArra
 
 def texts_of(inputs: Iterable[str], options: WebReadOptions) -> Iterator[str]:
     sources, _ = find_source_files([*inputs], options.format)
-    for unit in plan_units(sources, 1 << 30):
+    for unit in plan_units(sources, shard_bytes=1 << 30):  # units do not matter here: texts are read one by one
         for result in read_unit(unit, options):
             if isinstance(result.value, Document) and not result.drop_reason:
                 yield result.value.text

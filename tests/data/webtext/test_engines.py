@@ -100,6 +100,21 @@ def test_an_array_runs_what_has_no_result_and_names_what_failed(slurm: None, tmp
     assert not [*(tmp_path / "engine").iterdir()], "results go when all are there"
 
 
+def test_a_job_is_of_one_output_and_an_error_of_one_run(slurm: None, tmp_path: Path) -> None:
+    calls, cancelled = tmp_path / "calls", tmp_path / "cancelled"
+    calls.mkdir()
+    (tmp_path / "bin" / "scancel").write_text(f'#!/bin/bash\necho "$2" >> {cancelled}\n')
+    items = [(number, calls) for number in range(4)]
+    for output in ("one", "two"):
+        with pytest.raises(DataError, match="item 2 is refused"):
+            list(SlurmEngine(2, tmp_path / output).map(partial(square_once, refused=2), items))
+        (calls / "2.0").unlink()
+    assert len({*cancelled.read_text().split()}) == 2, "or a run would cancel the array of another output"
+    (tmp_path / "bin" / "sbatch").write_text("#!/bin/bash\n")  # a job whose tasks all die
+    with pytest.raises(DataError, match="1 of 4 items have no result"):
+        list(SlurmEngine(2, tmp_path / "one").map(partial(square_once, refused=2), items))
+
+
 def test_without_slurm_or_a_worker_it_says_so(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(DataError, match="--engine slurm: cannot run scancel: No such file"):
